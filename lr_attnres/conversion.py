@@ -1,0 +1,274 @@
+"""Released training checkpoints (`.pt`) become folders that `from_pretrained` loads.
+
+A released file is a dict with `model` (the state dict) and `model_args` (the options of the author's code). Everything
+that changes the maths is either translated into a config field or refused by name; nothing is converted half.
+"""
+
+import math
+import os
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from .configuration_lr_attnres import LRAttnResConfig
+from .modeling_lr_attnres import LRAttnResForCausalLM
+
+
+CL100K_VOCAB_SIZE, CL100K_END_OF_TEXT = 100_277, 100_257
+
+REQUIRED = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
+# The other options that change the maths and can be expressed, with what a file that lacks them means.
+OPTIONAL = {
+    "mlp_hidden_dim": None,
+    "mlp_ratio": None,
+    "rope_theta": 500_000.0,
+    "weight_tying": False,
+    "norm_pos": "before",
+    "qk_norm": True,
+    "use_attnres": False,
+    "attnres_type": "full",
+    "attnres_num_blocks": 8,
+    "attnres_key_norm": True,
+    "attn_res_query_norm": False,
+    "attnres_block_average": False,
+    "attnres_block_average_mode": "count",
+    "attnres_block_count_prior": False,
+    "attnres_block_alpha": "legacy",
+    "attnres_block_beta": "legacy",
+    "use_lrid": False,
+    "lrid_rank": 64,
+    "lrid_projection_rank": None,
+    "lrid_key_from_output_tail": False,
+    "lrid_num_heads": 1,
+    "lrid_use_logit_scale": False,
+    "lrid_logit_scale": None,
+}
+# Options about speed, initialisation, or details of an option that is refused when it is on.
+WITHOUT_EFFECT = {
+    "attn_res_query_init",
+    "attnres_block_alpha_scope",
+    "attnres_block_beta_scope",
+    "attnres_block_learned_scale_init",
+    "attnres_fuse_read_norm",
+    "attnres_training_cache_phase1",
+    "attnres_training_torch_phase2",
+    "flash_attention",
+    "init_cutoff_factor",
+    "init_std",
+    "lrid_key_value_norm",
+    "use_fused_attnres",
+}
+
+
+class ConversionError(ValueError):
+    """A released checkpoint that cannot be converted; the message names the option, tensor or file."""
+
+
+def load_released_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
+    """The contents of a released file, its tensors memory-mapped; no code in it is ever run."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConversionError(f"{path} is not a file.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ConversionError(
+            f"{path} holds more than tensors and plain values, so reading it would run code from the file: {error}"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise ConversionError(f"{path} cannot be read as a PyTorch checkpoint (truncated?): {error}") from error
+    for name in ("model", "model_args"):
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(name), dict):
+            raise ConversionError(f"{path} has no dict `{name}`; it is not a released LR-AttnRes training checkpoint.")
+    return checkpoint
+
+
+def released_config(model_args: dict[str, Any], intermediate_size: int) -> LRAttnResConfig:
+    """The config that computes what the author's code computes with `model_args`."""
+    for name in REQUIRED:
+        if name not in model_args:
+            raise ConversionError(f"`model_args` lacks {name}.")
+    for name, value in model_args.items():
+        if value and name not in REQUIRED and name not in OPTIONAL and name not in WITHOUT_EFFECT:
+            raise ConversionError(f"`model_args` has {name}={value!r}, which this model cannot express.")
+    args = OPTIONAL | model_args
+    _check_choice(args, "norm_pos", ("before",))
+    _check_choice(args, "attnres_type", ("full", "block"))
+    _check_choice(args, "lrid_num_heads", (1,))
+
+    end_of_text = CL100K_END_OF_TEXT if args["vocab_size"] == CL100K_VOCAB_SIZE else None
+    fields = dict(
+        vocab_size=args["vocab_size"],
+        hidden_size=args["n_embd"],
+        intermediate_size=args["mlp_hidden_dim"] or intermediate_size,
+        num_hidden_layers=args["n_layer"],
+        num_attention_heads=args["n_head"],
+        max_position_embeddings=args["block_size"],
+        rope_theta=float(args["rope_theta"]),
+        tie_word_embeddings=args["weight_tying"],
+        qk_norm=args["qk_norm"],
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+        **_depth_fields(args),
+    )
+    try:
+        return LRAttnResConfig(**fields)
+    except StrictDataclassError as error:
+        raise ConversionError(f"`model_args` gives no valid config: {error}") from error
+
+
+def _depth_fields(args: dict[str, Any]) -> dict[str, Any]:
+    if not (args["use_attnres"] or args["use_lrid"]):
+        return {"residual_type": "standard"}
+    residual_type, rank, scale = "attnres", args["n_embd"], 1.0
+    if args["use_lrid"]:
+        residual_type = "sliced" if args["lrid_key_from_output_tail"] else "projected"
+        rank = args["lrid_rank"]
+        if args["lrid_use_logit_scale"]:
+            scale = _number(args, "lrid_logit_scale") if args["lrid_logit_scale"] is not None else 1 / math.sqrt(rank)
+    if args["attnres_block_alpha"] != "legacy":
+        alpha = _number(args, "attnres_block_alpha")
+    elif args["attnres_block_average"]:
+        _check_choice(args, "attnres_block_average_mode", ("count", "sqrt"))
+        alpha = 1.0 if args["attnres_block_average_mode"] == "count" else 0.5
+    else:
+        alpha = 0.0
+    if args["attnres_block_beta"] != "legacy":
+        beta = _number(args, "attnres_block_beta")
+    else:
+        beta = 1.0 if args["attnres_block_count_prior"] else 0.0
+    return {
+        "residual_type": residual_type,
+        "num_depth_blocks": args["attnres_num_blocks"] if args["attnres_type"] == "block" else None,
+        "depth_key_rank": rank,
+        "depth_key_norm": args["attnres_key_norm"],
+        "depth_query_norm": args["attn_res_query_norm"],
+        "depth_logit_scale": scale,
+        "depth_block_exponent": alpha,
+        "depth_count_prior": beta,
+    }
+
+
+def _check_choice(args: dict[str, Any], name: str, choices: tuple) -> None:
+    if args[name] not in choices:
+        raise ConversionError(f"`model_args` has {name}={args[name]!r}; only {' or '.join(map(repr, choices))} converts.")
+
+
+def _number(args: dict[str, Any], name: str) -> float:
+    try:
+        return float(args[name])
+    except (TypeError, ValueError):
+        raise ConversionError(f"`model_args` has {name}={args[name]!r}, which is not a number.") from None
+
+
+class _ReleasedTensors:
+    """The released state dict; each tensor is taken once, by name and exact shape."""
+
+    def __init__(self, state_dict: dict[str, torch.Tensor]):
+        self.tensors = {
+            name.removeprefix("_orig_mod."): tensor
+            for name, tensor in state_dict.items()
+            if not name.endswith((".attn.rope.sin", ".attn.rope.cos"))  # buffers, computed anew
+        }
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        if name not in self.tensors:
+            raise ConversionError(f"The checkpoint lacks the tensor {name} of shape {list(shape)}.")
+        tensor = self.tensors.pop(name)
+        if tuple(tensor.shape) != shape:
+            raise ConversionError(f"The tensor {name} has shape {list(tensor.shape)}; expected {list(shape)}.")
+        return tensor
+
+    def intermediate_size(self) -> int:
+        """For files that give `mlp_ratio` alone: the first feed-forward weight holds an up and a gate half."""
+        name = "transformer.layers.0.mlp.fc1.weight"
+        if name not in self.tensors:
+            raise ConversionError(f"The checkpoint lacks the tensor {name}.")
+        return self.tensors[name].shape[0] // 2
+
+
+def _halves_from_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of a q or k projection: RoPE on interleaved pairs (2i, 2i + 1) -> RoPE on halves (i, i + head_dim / 2)."""
+    pairs = weight.view(num_heads, -1, 2, weight.shape[-1])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def converted_state_dict(
+    tensors: _ReleasedTensors, config: LRAttnResConfig, projection_rank: int
+) -> dict[str, torch.Tensor]:
+    """The state dict of `LRAttnResForCausalLM(config)`, from released tensors."""
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    vocab, rank, sites = config.vocab_size, config.depth_key_rank, range(2 * config.num_hidden_layers)
+    low_rank = config.residual_type in ("projected", "sliced")
+    suffix = "proj.weight" if low_rank else "weight"
+    # Rows past the key are padding of the author's GEMM.
+    released_rows = hidden + (projection_rank if config.residual_type == "projected" else 0)
+    rows = hidden + (rank if config.residual_type == "projected" else 0)
+
+    result = {"model.embed_tokens.weight": tensors.take("transformer.wte.weight", vocab, hidden)}
+    for layer in range(config.num_hidden_layers):
+        old, new = f"transformer.layers.{layer}", f"model.layers.{layer}"
+        query, key, value = tensors.take(f"{old}.attn.c_attn.weight", 3 * hidden, hidden).chunk(3)
+        up, gate = tensors.take(f"{old}.mlp.fc1.weight", 2 * inner, hidden).chunk(2)
+        result |= {
+            f"{new}.self_attn.q_proj.weight": _halves_from_pairs(query, heads),
+            f"{new}.self_attn.k_proj.weight": _halves_from_pairs(key, heads),
+            f"{new}.self_attn.v_proj.weight": value,
+            f"{new}.self_attn.o_proj.weight": tensors.take(f"{old}.attn.c_proj.{suffix}", released_rows, hidden)[:rows],
+            f"{new}.mlp.gate_proj.weight": gate,
+            f"{new}.mlp.up_proj.weight": up,
+            f"{new}.mlp.down_proj.weight": tensors.take(f"{old}.mlp.fc2.{suffix}", released_rows, inner)[:rows],
+        }
+    if low_rank:
+        queries = [tensors.take(f"transformer.lrid_queries.{site}", 1, rank).squeeze(0) for site in sites]
+        result["model.depth_queries.weight"] = torch.stack(queries).float()
+    elif config.residual_type == "attnres":
+        queries = [tensors.take(f"transformer.attn_residuals.{site}.query", hidden) for site in sites]
+        result["model.depth_queries.weight"] = torch.stack(queries).float()
+    if config.residual_type == "projected":
+        name = "transformer.lrid_embedding_key.proj.weight"
+        result["model.depth_embedding_key.weight"] = tensors.take(name, rank, hidden)
+    if config.tie_word_embeddings:
+        tensors.tensors.pop("lm_head.weight", None)
+    else:
+        result["lm_head.weight"] = tensors.take("lm_head.weight", vocab, hidden)
+    if tensors.tensors:
+        raise ConversionError(f"The checkpoint has tensors that belong nowhere: {sorted(tensors.tensors)}.")
+    return result
+
+
+def load_released_model(source: str | os.PathLike) -> LRAttnResForCausalLM:
+    """The model of a released `.pt` file."""
+    checkpoint = load_released_checkpoint(source)
+    tensors = _ReleasedTensors(checkpoint["model"])
+    config = released_config(checkpoint["model_args"], tensors.intermediate_size())
+    projection_rank = checkpoint["model_args"].get("lrid_projection_rank") or config.depth_key_rank
+    state_dict = converted_state_dict(tensors, config, projection_rank)
+    dtype = state_dict["model.embed_tokens.weight"].dtype
+    return LRAttnResForCausalLM.from_pretrained(None, config=config, state_dict=state_dict, dtype=dtype)
+
+
+def convert_released_checkpoint(source: str | os.PathLike, output_dir: str | os.PathLike) -> Path:
+    """Convert a released `.pt` file into a folder that `from_pretrained` loads; returns the folder.
+
+    The folder appears complete or not at all.
+    """
+    output_dir = Path(output_dir)
+    if output_dir.exists():
+        raise ConversionError(f"{output_dir} exists already; choose a folder that does not.")
+    model = load_released_model(source)
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))
+    try:
+        model.save_pretrained(staging)
+        staging.chmod(0o755)
+        staging.rename(output_dir)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return output_dir

@@ -1,0 +1,525 @@
+"""The LR-AttnRes decoder: a PreNorm Transformer whose residual sum is attention over depth.
+
+Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources of a site, L layers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_lr_attnres import LRAttnResConfig
+from .depth_routing import depth_block_ends, depth_logits, depth_read, depth_rms_norm
+
+
+@dataclass
+class LRAttnResModelOutputWithPast(BaseModelOutputWithPast):
+    r"""
+    depth_weights (`tuple(torch.FloatTensor)`, *optional*, returned with `output_depth_weights=True`):
+        One tensor `[batch, tokens, sources]` per site 1..2L: the softmax of its read, sources oldest first.
+    """
+
+    depth_weights: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class LRAttnResCausalLMOutputWithPast(CausalLMOutputWithPast):
+    r"""
+    depth_weights (`tuple(torch.FloatTensor)`, *optional*, returned with `output_depth_weights=True`):
+        One tensor `[batch, tokens, sources]` per site 1..2L: the softmax of its read, sources oldest first.
+    """
+
+    depth_weights: tuple[torch.FloatTensor, ...] | None = None
+
+
+class LRAttnResRMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` (float32 inside), with weights only if the config asks for them."""
+
+    def __init__(self, size: int, config: LRAttnResConfig):
+        super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
+
+
+class LRAttnResMLP(nn.Module):
+    def __init__(self, config: LRAttnResConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, sublayer_output_size(config), bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class LRAttnResRotaryEmbedding(nn.Module):
+    def __init__(self, config: LRAttnResConfig):
+        super().__init__()
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
+        init_function: Callable = self.compute_default_rope_parameters
+        if self.rope_type != "default":
+            init_function = ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = init_function(config)
+        self.inv_freq = nn.Buffer(inv_freq, persistent=False)
+        self.original_inv_freq = nn.Buffer(inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: LRAttnResConfig, **kwargs) -> tuple[torch.Tensor, float]:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return query * cos + rotate_half(query) * sin, key * cos + rotate_half(key) * sin
+
+
+def repeat_kv(states: torch.Tensor, groups: int) -> torch.Tensor:
+    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = repeat_kv(key, module.num_key_value_groups), repeat_kv(value, module.num_key_value_groups)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class LRAttnResAttention(nn.Module):
+    def __init__(self, config: LRAttnResConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, sublayer_output_size(config), bias=False)
+        self.q_norm = LRAttnResRMSNorm(self.head_dim, config) if config.qk_norm else nn.Identity()
+        self.k_norm = LRAttnResRMSNorm(self.head_dim, config) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[FlashAttentionKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        input_shape = hidden_states.shape[:-1]
+        head_shape = (*input_shape, -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(head_shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
+
+
+def sublayer_output_size(config: LRAttnResConfig) -> int:
+    """Width of what a sub-layer emits: its value and, in `projected`, its routing key, from one GEMM."""
+    return config.hidden_size + (config.depth_key_rank if config.residual_type == "projected" else 0)
+
+
+def norms_emitted_keys(config: LRAttnResConfig) -> bool:
+    """Keys that are summed into blocks are normalised one by one first; a full source set sums nothing."""
+    has_blocks = config.num_depth_blocks is not None and config.num_depth_blocks < 2 * config.num_hidden_layers
+    return config.residual_type == "projected" and config.depth_key_norm and has_blocks
+
+
+class LRAttnResDepthQueries(nn.Module):
+    """The learned static queries of sites 1..2L, zero at first: every site then reads the mean of its sources."""
+
+    def __init__(self, config: LRAttnResConfig):
+        super().__init__()
+        self.query_norm_eps = config.rms_norm_eps if config.depth_query_norm else None
+        self.logit_scale = config.depth_logit_scale
+        shape = (2 * config.num_hidden_layers, config.depth_key_rank)
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
+
+    def _apply(self, fn, recurse=True):
+        # In half precision small updates would round away: `model.to(torch.bfloat16)` moves the queries, no more.
+        def keep_precision(tensor):
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+        return super()._apply(keep_precision, recurse)
+
+    def forward(self) -> torch.Tensor:
+        """[2L, R], ready for the dot product with a key."""
+        queries = self.weight
+        if self.query_norm_eps is not None:
+            queries = depth_rms_norm(queries, self.query_norm_eps)
+        return queries * self.logit_scale
+
+
+class LRAttnResDepthRead(nn.Module):
+    """What follows sub-layer number `site`: its output is written as a source, then the site reads all its sources.
+
+    The depth state is a flat run of tensors, empty in `standard`: the queries, then the value and the logits of each
+    completed source, oldest first, then, inside a block, the partial sum of the values (in `projected`, and of the
+    keys). It is flat because checkpointing, FSDP2 and the device hooks look at positional tensors only.
+    """
+
+    def __init__(self, config: LRAttnResConfig, site: int):
+        super().__init__()
+        num_sites = 2 * config.num_hidden_layers
+        ends = depth_block_ends(num_sites, config.num_depth_blocks)
+        self.residual_type = config.residual_type
+        self.hidden_size, self.key_rank = config.hidden_size, config.depth_key_rank
+        self.key_norm, self.eps = config.depth_key_norm, config.rms_norm_eps
+        self.norm_emitted_keys = norms_emitted_keys(config)
+        self.site = site
+        self.from_last = site - num_sites - 1  # this site's place in logits that end with the last site's
+        self.closes_block = site in ends
+        self.count = site - max((end for end in ends if end < site), default=0)
+        self.scale = self.count**-config.depth_block_exponent
+        self.prior = config.depth_count_prior * math.log(self.count)
+
+    def forward(
+        self, hidden_states: torch.Tensor, output: torch.Tensor, *depth_state: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """-> hidden [B, T, D], depth weights [B, T, S] (None in `standard`), *depth state."""
+        if self.residual_type == "standard":
+            return hidden_states + output, None
+
+        queries, *completed = depth_state
+        partial = self.split_output(output)
+        if self.count > 1:
+            completed, earlier = completed[: -len(partial)], completed[-len(partial) :]
+            partial = [old + new for old, new in zip(earlier, partial)]
+
+        value, *key = partial if self.scale == 1 else [part * self.scale for part in partial]
+        key = key[0] if key else value[..., -self.key_rank :]
+        readers = queries[self.site - 1 :] if self.closes_block else queries[self.site - 1 : self.site]
+        logits = depth_logits(key, readers, self.key_norm, self.eps) + self.prior
+
+        hidden_states, weights = depth_read(
+            [*completed[0::2], value], [*(older[..., self.from_last] for older in completed[1::2]), logits[..., 0]]
+        )
+        written = (value, logits) if self.closes_block else partial
+        return hidden_states, weights, queries, *completed, *written
+
+    def split_output(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """[value] or, in `projected`, [value, key]."""
+        if self.residual_type != "projected":
+            return [output]
+        value, key = output.split([self.hidden_size, self.key_rank], dim=-1)
+        return [value, depth_rms_norm(key, self.eps) if self.norm_emitted_keys else key]
+
+
+class LRAttnResDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: LRAttnResConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = LRAttnResAttention(config, layer_idx)
+        self.mlp = LRAttnResMLP(config)
+        self.input_layernorm = LRAttnResRMSNorm(config.hidden_size, config)
+        self.post_attention_layernorm = LRAttnResRMSNorm(config.hidden_size, config)
+        self.attn_read = LRAttnResDepthRead(config, site=2 * layer_idx + 1)
+        self.mlp_read = LRAttnResDepthRead(config, site=2 * layer_idx + 2)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *depth_state: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ...]:
+        """Hidden states as read at site 2i -> as read at site 2i + 2; the depth state grows by two sub-layers."""
+        output, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        hidden_states, _, *depth_state = self.attn_read(hidden_states, output, *depth_state)
+        output = self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states, _, *depth_state = self.mlp_read(hidden_states, output, *depth_state)
+        return hidden_states, *depth_state
+
+
+@auto_docstring
+class LRAttnResPreTrainedModel(PreTrainedModel):
+    config_class = LRAttnResConfig
+    config: LRAttnResConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LRAttnResDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["depth_queries"]
+    _can_record_outputs = {
+        "hidden_states": LRAttnResDecoderLayer,
+        "attentions": LRAttnResAttention,
+        "depth_weights": OutputRecorder(LRAttnResDepthRead, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, LRAttnResDepthQueries):
+            init.zeros_(module.weight)
+
+
+@auto_docstring
+class LRAttnResModel(LRAttnResPreTrainedModel):
+    _auto_class = "AutoModel"
+
+    def __init__(self, config: LRAttnResConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.residual_type != "standard":
+            self.depth_queries = LRAttnResDepthQueries(config)
+        if config.residual_type == "projected":
+            self.depth_embedding_key = nn.Linear(config.hidden_size, config.depth_key_rank, bias=False)
+        self.layers = nn.ModuleList(
+            [LRAttnResDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.norm = LRAttnResRMSNorm(config.hidden_size, config)
+        self.rotary_emb = LRAttnResRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def start_depth_state(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The depth state when nothing but the embedding, source 0, has been written."""
+        if self.config.residual_type == "standard":
+            return ()
+        queries = self.depth_queries()
+        if self.config.residual_type == "projected":
+            key = self.depth_embedding_key(embeddings)
+            key = depth_rms_norm(key, self.config.rms_norm_eps) if norms_emitted_keys(self.config) else key
+        else:
+            key = embeddings[..., -self.config.depth_key_rank :]
+        return queries, embeddings, depth_logits(key, queries, self.config.depth_key_norm, self.config.rms_norm_eps)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LRAttnResModelOutputWithPast:
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+
+        # Packed documents are found in `position_ids` only where there is no cache yet: an empty one does not count.
+        is_empty_cache = isinstance(past_key_values, DynamicCache) and past_key_values.get_seq_length() == 0
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=None if is_empty_cache else past_key_values,
+            position_ids=position_ids,
+        )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+
+        hidden_states = inputs_embeds  # site 0 reads the embedding alone
+        depth_state = self.start_depth_state(inputs_embeds)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states, *depth_state = decoder_layer(
+                hidden_states,
+                *depth_state,
+                attention_mask=causal_mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return LRAttnResModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
+        )
+
+
+@auto_docstring
+class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
+    _auto_class = "AutoModelForCausalLM"
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: LRAttnResConfig):
+        super().__init__(config)
+        self.model = LRAttnResModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LRAttnResCausalLMOutputWithPast:
+        outputs: LRAttnResModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+        return LRAttnResCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            depth_weights=outputs.depth_weights,
+        )
+
+
+# The library's generic heads find their base model through AutoModel, which remote code may not do: each `__init__`
+# below is the generic one with `LRAttnResModel` named.
+
+
+class LRAttnResForSequenceClassification(GenericForSequenceClassification, LRAttnResPreTrainedModel):
+    _auto_class = "AutoModelForSequenceClassification"
+
+    def __init__(self, config: LRAttnResConfig):
+        LRAttnResPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LRAttnResModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+
+class LRAttnResForTokenClassification(GenericForTokenClassification, LRAttnResPreTrainedModel):
+    _auto_class = "AutoModelForTokenClassification"
+
+    def __init__(self, config: LRAttnResConfig):
+        LRAttnResPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LRAttnResModel(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", 0.1))
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+
+class LRAttnResForQuestionAnswering(GenericForQuestionAnswering, LRAttnResPreTrainedModel):
+    _auto_class = "AutoModelForQuestionAnswering"
+
+    def __init__(self, config: LRAttnResConfig):
+        LRAttnResPreTrainedModel.__init__(self, config)
+        self.model = LRAttnResModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "LRAttnResForCausalLM",
+    "LRAttnResForQuestionAnswering",
+    "LRAttnResForSequenceClassification",
+    "LRAttnResForTokenClassification",
+    "LRAttnResModel",
+    "LRAttnResPreTrainedModel",
+]

@@ -1,0 +1,36 @@
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").read_text()).group(1)
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7"]
+
+setup(
+    name="lr-attnres",
+    version=VERSION,
+    description="Low-Rank Attention Residuals: depth-routed decoders as a Hugging Face Transformers model",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["lr_attnres", "lr_attnres.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.13",
+        "transformers>=5.22,<6",
+        "huggingface_hub>=2.4",
+        "safetensors>=0.5",
+    ],
+    extras_require={
+        "train": ["accelerate>=1.15", "datasets>=5.2"],
+        "peft": ["peft>=0.21"],
+        "dev": [*TEST, "accelerate>=1.15", "ruff>=0.17"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

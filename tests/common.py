@@ -1,0 +1,57 @@
+"""What the tests share: the variants, small configs, and models with every parameter moved away from its initial value."""
+
+import torch
+
+from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
+
+
+# Every residual type, full and in blocks, and each remaining switch that changes the maths.
+VARIANTS = {
+    "standard": {"residual_type": "standard"},
+    "attnres_full": {"residual_type": "attnres", "num_depth_blocks": None},
+    "attnres_block": {"residual_type": "attnres", "num_depth_blocks": 3},
+    "projected_full": {"residual_type": "projected", "num_depth_blocks": None},
+    "projected_block": {"residual_type": "projected", "num_depth_blocks": 3},
+    "sliced_full": {"residual_type": "sliced", "num_depth_blocks": None},
+    "sliced_block": {"residual_type": "sliced", "num_depth_blocks": 3},
+    "sliced_block_weighted_norms": {"residual_type": "sliced", "num_depth_blocks": 3, "norm_weight": True},
+}
+ROUTED = [name for name in VARIANTS if name != "standard"]
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "depth_key_rank": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def small_config(variant: str = "sliced_block", **overrides) -> LRAttnResConfig:
+    return LRAttnResConfig(**(SIZES | VARIANTS[variant] | overrides))
+
+
+@torch.no_grad()
+def perturb(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights large enough that every term matters, queries far from zero, norm weights far from one."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        elif "depth_queries" in name:
+            parameter.normal_()
+        else:
+            parameter.normal_(std=0.25)
+    return model
+
+
+def small_model(variant: str = "sliced_block", model_class=LRAttnResForCausalLM, **overrides) -> torch.nn.Module:
+    return perturb(model_class(small_config(variant, **overrides))).eval()
+
+
+def random_tokens(*shape: int, vocab_size: int = SIZES["vocab_size"]) -> torch.Tensor:
+    return torch.randint(3, vocab_size, shape)

@@ -1,0 +1,116 @@
+"""The whole model as a float64 loop, straight from the equations: every read goes back to the sub-layers' outputs.
+
+It shares no code with the package: attention, RoPE, blocks and reads are written out, one site after the other.
+"""
+
+import torch
+from torch.nn.functional import silu
+
+
+def rms_norm(x, eps, weight=None):
+    x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return x if weight is None else x * weight
+
+
+def rope(x, theta):
+    """x: [B, H, T, head_dim]; coordinate i is rotated with coordinate i + head_dim / 2."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequencies
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def attention(x, p, layer, config):
+    batch, length, _ = x.shape
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    prefix = f"model.layers.{layer}.self_attn"
+
+    def project(name, count):
+        return (x @ p[f"{prefix}.{name}.weight"].T).view(batch, length, count, size).transpose(1, 2)
+
+    q, k, v = project("q_proj", heads), project("k_proj", kv_heads), project("v_proj", kv_heads)
+    if config.qk_norm:
+        q = rms_norm(q, config.rms_norm_eps, p.get(f"{prefix}.q_norm.weight"))
+        k = rms_norm(k, config.rms_norm_eps, p.get(f"{prefix}.k_norm.weight"))
+    q, k = rope(q, config.rope_parameters["rope_theta"]), rope(k, config.rope_parameters["rope_theta"])
+    outputs = []
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        scores = q[:, head] @ k[:, shared].transpose(1, 2) / size**0.5
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        outputs.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, shared])
+    return torch.cat(outputs, dim=-1) @ p[f"{prefix}.o_proj.weight"].T
+
+
+def feed_forward(x, p, layer):
+    prefix = f"model.layers.{layer}.mlp"
+    inner = silu(x @ p[f"{prefix}.gate_proj.weight"].T) * (x @ p[f"{prefix}.up_proj.weight"].T)
+    return inner @ p[f"{prefix}.down_proj.weight"].T
+
+
+def block_of_sublayers(written, num_sublayers, num_blocks):
+    """The written sub-layers 1..written, grouped: completed blocks first, then the partial one if not empty."""
+    if num_blocks is None:
+        num_blocks = num_sublayers
+    ends = sorted({-((-num_sublayers * i) // num_blocks) for i in range(1, num_blocks + 1)})
+    groups, start = [], 0
+    for end in ends:
+        group = list(range(start + 1, min(end, written) + 1))
+        if group:
+            groups.append(group)
+        start = end
+    return groups
+
+
+def read(site, values, keys, p, config):
+    """values[0], keys[0]: the embedding; values[i], keys[i]: sub-layer i. -> hidden [B, T, D], weights [B, T, S]."""
+    query = p["model.depth_queries.weight"][site - 1]
+    if config.depth_query_norm:
+        query = rms_norm(query, config.rms_norm_eps)
+    num_sublayers, eps = 2 * config.num_hidden_layers, config.rms_norm_eps
+    in_blocks = config.num_depth_blocks is not None and config.num_depth_blocks < num_sublayers
+    source_values, logits = [], []
+    for group in [[0], *block_of_sublayers(site, num_sublayers, config.num_depth_blocks)]:
+        count = len(group)
+        value = sum(values[i] for i in group) / count**config.depth_block_exponent
+        if config.residual_type == "attnres":
+            key = value
+        elif config.residual_type == "sliced":
+            key = value[..., value.shape[-1] - config.depth_key_rank :]
+        elif config.depth_key_norm and in_blocks:
+            key = sum(rms_norm(keys[i], eps) for i in group)
+        else:
+            key = sum(keys[i] for i in group) / count**config.depth_block_exponent
+        key = rms_norm(key, eps) if config.depth_key_norm else key
+        prior = config.depth_count_prior * torch.tensor(float(count), dtype=value.dtype).log()
+        source_values.append(value)
+        logits.append((key * query).sum(-1) * config.depth_logit_scale + prior)
+    weights = torch.stack(logits, dim=-1).softmax(-1)
+    return sum(weights[..., i, None] * value for i, value in enumerate(source_values)), weights
+
+
+def oracle_forward(config, p, input_ids):
+    """p: the model's parameters by name, float64. -> logits [B, T, V], depth weights of sites 1..2L."""
+    hidden_size, eps = config.hidden_size, config.rms_norm_eps
+    embedding = p["model.embed_tokens.weight"][input_ids]
+    values, keys, all_weights = [embedding], [None], []
+    if config.residual_type == "projected":
+        keys = [embedding @ p["model.depth_embedding_key.weight"].T]
+    hidden = embedding
+    for site in range(1, 2 * config.num_hidden_layers + 1):
+        layer, is_feed_forward = divmod(site - 1, 2)
+        norm = "post_attention_layernorm" if is_feed_forward else "input_layernorm"
+        x = rms_norm(hidden, eps, p.get(f"model.layers.{layer}.{norm}.weight"))
+        output = feed_forward(x, p, layer) if is_feed_forward else attention(x, p, layer, config)
+        values.append(output[..., :hidden_size])
+        keys.append(output[..., hidden_size:])
+        if config.residual_type == "standard":
+            hidden = sum(values)
+        else:
+            hidden, weights = read(site, values, keys, p, config)
+            all_weights.append(weights)
+    logits = rms_norm(hidden, eps, p.get("model.norm.weight")) @ p["lm_head.weight"].T
+    return logits, all_weights
