@@ -129,7 +129,7 @@ class LRAttnResConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        # A config loaded from the Hub has entries that point back to its repository; a saved folder carries its own code.
+        # A config loaded from the Hub points back to its repository; a saved folder carries its own code.
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 

@@ -156,7 +156,9 @@ def _depth_fields(args: dict[str, Any]) -> dict[str, Any]:
 
 def _check_choice(args: dict[str, Any], name: str, choices: tuple) -> None:
     if args[name] not in choices:
-        raise ConversionError(f"`model_args` has {name}={args[name]!r}; only {' or '.join(map(repr, choices))} converts.")
+        raise ConversionError(
+            f"`model_args` has {name}={args[name]!r}; only {' or '.join(map(repr, choices))} converts."
+        )
 
 
 def _number(args: dict[str, Any], name: str) -> float:
@@ -214,15 +216,17 @@ def converted_state_dict(
     for layer in range(config.num_hidden_layers):
         old, new = f"transformer.layers.{layer}", f"model.layers.{layer}"
         query, key, value = tensors.take(f"{old}.attn.c_attn.weight", 3 * hidden, hidden).chunk(3)
+        output = tensors.take(f"{old}.attn.c_proj.{suffix}", released_rows, hidden)
         up, gate = tensors.take(f"{old}.mlp.fc1.weight", 2 * inner, hidden).chunk(2)
+        down = tensors.take(f"{old}.mlp.fc2.{suffix}", released_rows, inner)
         result |= {
             f"{new}.self_attn.q_proj.weight": _halves_from_pairs(query, heads),
             f"{new}.self_attn.k_proj.weight": _halves_from_pairs(key, heads),
             f"{new}.self_attn.v_proj.weight": value,
-            f"{new}.self_attn.o_proj.weight": tensors.take(f"{old}.attn.c_proj.{suffix}", released_rows, hidden)[:rows],
+            f"{new}.self_attn.o_proj.weight": output[:rows],
             f"{new}.mlp.gate_proj.weight": gate,
             f"{new}.mlp.up_proj.weight": up,
-            f"{new}.mlp.down_proj.weight": tensors.take(f"{old}.mlp.fc2.{suffix}", released_rows, inner)[:rows],
+            f"{new}.mlp.down_proj.weight": down[:rows],
         }
     if low_rank:
         queries = [tensors.take(f"transformer.lrid_queries.{site}", 1, rank).squeeze(0) for site in sites]

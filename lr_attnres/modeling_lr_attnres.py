@@ -257,8 +257,11 @@ class LRAttnResDepthRead(nn.Module):
             completed, earlier = completed[: -len(partial)], completed[-len(partial) :]
             partial = [old + new for old, new in zip(earlier, partial)]
 
-        value, *key = partial if self.scale == 1 else [part * self.scale for part in partial]
-        key = key[0] if key else value[..., -self.key_rank :]
+        value = partial[0] if self.scale == 1 else partial[0] * self.scale
+        if self.residual_type == "projected":
+            key = partial[1] if self.key_norm or self.scale == 1 else partial[1] * self.scale
+        else:
+            key = value[..., -self.key_rank :]
         readers = queries[self.site - 1 :] if self.closes_block else queries[self.site - 1 : self.site]
         logits = depth_logits(key, readers, self.key_norm, self.eps) + self.prior
 

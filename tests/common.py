@@ -1,4 +1,4 @@
-"""What the tests share: the variants, small configs, and models with every parameter moved away from its initial value."""
+"""What the tests share: the variants, small configs, and models with no parameter at its initial value."""
 
 import torch
 

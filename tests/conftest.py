@@ -3,6 +3,8 @@ import os
 
 # bf16 matmuls crash on virtual machines that advertise AMX without giving it; oneDNN reads this before torch loads.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# One thread per test process: the models are tiny and the processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

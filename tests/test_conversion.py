@@ -1,0 +1,215 @@
+"""The author's eleven reference checkpoints are the oracle; everything that cannot be expressed is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lr_attnres import LRAttnResForCausalLM
+from lr_attnres.conversion import ConversionError, convert_released_checkpoint, load_released_model
+
+
+REFERENCES = Path(__file__).parent / "data/reference_checkpoints"
+NAMES = sorted(path.stem for path in REFERENCES.glob("*.pt") if ".expected" not in path.name)
+
+
+def expected_outputs(name: str) -> dict:
+    return torch.load(REFERENCES / f"{name}.expected.pt", weights_only=True)
+
+
+def released_gradient_norms(model: LRAttnResForCausalLM, released_names: list[str]) -> dict[str, float]:
+    """Gradient norms under the released names: fused weights are the norm over their parts."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def norm(*names):
+        return torch.stack([gradients[f"model.{name}.weight"].norm() for name in names]).norm().item()
+
+    norms = {}
+    for name in released_names:
+        parts = name.removeprefix("transformer.").split(".")
+        if parts[0] == "wte":
+            norms[name] = norm("embed_tokens")
+        elif parts[0] == "lm_head":
+            norms[name] = model.lm_head.weight.grad.norm().item()
+        elif parts[0] == "lrid_embedding_key":
+            norms[name] = norm("depth_embedding_key")
+        elif parts[0] in ("lrid_queries", "attn_residuals"):
+            norms[name] = gradients["model.depth_queries.weight"][int(parts[1])].norm().item()
+        else:
+            layer = f"layers.{parts[1]}"
+            modules = {
+                "c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                "c_proj": ("self_attn.o_proj",),
+                "fc1": ("mlp.up_proj", "mlp.gate_proj"),
+                "fc2": ("mlp.down_proj",),
+            }[parts[3]]
+            norms[name] = norm(*(f"{layer}.{module}" for module in modules))
+    return norms
+
+
+def test_all_eleven_are_here():
+    assert len(NAMES) == 11
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_outputs_are_reproduced(name):
+    expected = expected_outputs(name)
+    model = load_released_model(REFERENCES / f"{name}.pt")
+    outputs = model(expected["input_ids"], labels=expected["input_ids"])
+    outputs.loss.backward()
+
+    # Relative to the largest logit: some of these random models are ill-conditioned. One float32 rounding of each
+    # weight moves a logit by up to 4e-5, and the stored logits lie up to 6e-5 from those of the float64 oracle.
+    scale = expected["logits"].abs().max()
+    assert (outputs.logits - expected["logits"]).abs().max() / scale < 2e-5
+    assert abs(outputs.loss.item() - expected["loss"]) < 1e-5
+    norms = released_gradient_norms(model, list(expected["grad_norms"]))
+    assert norms == pytest.approx(expected["grad_norms"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["baseline", "attnres_block3", "plr_block3_r8_padded", "slr_full_r8"])
+def test_converted_folder_loads_with_the_auto_class(name, tmp_path):
+    folder = convert_released_checkpoint(REFERENCES / f"{name}.pt", tmp_path / "deep" / name)
+    assert folder == tmp_path / "deep" / name
+    input_ids = expected_outputs(name)["input_ids"]
+    reloaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(reloaded(input_ids).logits, load_released_model(REFERENCES / f"{name}.pt")(input_ids).logits)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == [name]
+
+
+def edited(tmp_path: Path, name: str = "slr_block3_r8", edit=lambda checkpoint: None) -> Path:
+    checkpoint = torch.load(REFERENCES / f"{name}.pt", weights_only=True)
+    edit(checkpoint)
+    torch.save(checkpoint, tmp_path / "edited.pt")
+    return tmp_path / "edited.pt"
+
+
+def with_args(tmp_path: Path, name: str = "slr_block3_r8", **options) -> Path:
+    return edited(tmp_path, name, lambda checkpoint: checkpoint["model_args"].update(options))
+
+
+OPTIONS = [
+    ({"attn_res_query_norm": True}, {"depth_query_norm": True}),
+    ({"attnres_block_average": True, "attnres_block_average_mode": "sqrt"}, {"depth_block_exponent": 0.5}),
+    ({"attnres_block_average": True}, {"depth_block_exponent": 1.0}),
+    ({"attnres_block_alpha": 0.25, "attnres_block_beta": 2}, {"depth_block_exponent": 0.25, "depth_count_prior": 2.0}),
+    ({"lrid_use_logit_scale": True, "lrid_logit_scale": None}, {"depth_logit_scale": 8**-0.5}),
+    ({"attnres_num_blocks": 99}, {"num_depth_blocks": 99}),
+    ({"attnres_type": "full"}, {"num_depth_blocks": None}),
+    ({"mlp_hidden_dim": None, "mlp_ratio": 2.75}, {"intermediate_size": 88}),
+    ({"rope_theta": 10_000}, {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}}),
+]
+
+
+@pytest.mark.parametrize("options, fields", OPTIONS, ids=[str(row[0]) for row in OPTIONS])
+def test_options_become_fields(options, fields, tmp_path):
+    config = load_released_model(with_args(tmp_path, **options)).config
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_a_file_without_the_count_prior_has_it_off(tmp_path):
+    path = edited(tmp_path, "slr_block3_r8_mean_prior", lambda c: c["model_args"].pop("attnres_block_count_prior"))
+    assert load_released_model(path).config.depth_count_prior == 0.0
+
+
+def test_prefix_of_compiled_modules_and_tied_embeddings(tmp_path):
+    def edit(checkpoint):
+        checkpoint["model"].pop("lm_head.weight")
+        checkpoint["model"] = {f"_orig_mod.{name}": tensor for name, tensor in checkpoint["model"].items()}
+        checkpoint["model_args"]["weight_tying"] = True
+
+    model = load_released_model(edited(tmp_path, edit=edit))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    wte = torch.load(REFERENCES / "slr_block3_r8.pt", weights_only=True)["model"]["transformer.wte.weight"]
+    assert torch.equal(model.lm_head.weight, wte)
+
+
+REFUSED_OPTIONS = [
+    {"norm_pos": "after"},
+    {"attnres_block_alpha_learned": True},
+    {"attnres_block_beta_learned": True},
+    {"attnres_block_learned_scale": True},
+    {"attnres_block_split_sublayers": True},
+    {"attnres_block_value_norm": True},
+    {"lrid_num_heads": 2},
+    {"lrid_input_dependent_query": True},
+    {"lrid_static_embedding_key": True},
+    {"lrid_add_static_source_key": True},
+    {"lrid_key_from_value": True},
+    {"lrid_query_from_value_shared": True},
+    {"clip_qkv": 8.0},
+    {"attnres_type": "sparse"},
+    {"attnres_block_alpha": "learned"},
+    {"an_option_of_tomorrow": True},
+]
+
+
+@pytest.mark.parametrize("options", REFUSED_OPTIONS, ids=str)
+def test_option_that_cannot_be_expressed_is_refused_by_name(options, tmp_path):
+    source, output = with_args(tmp_path, **options), tmp_path / "output"
+    with pytest.raises(ConversionError) as error:
+        convert_released_checkpoint(source, output)
+    (name, value), message = *options.items(), str(error.value)
+    assert name in message and repr(value) in message
+    assert not output.exists()
+
+
+def drop(name):
+    return lambda checkpoint: checkpoint["model"].pop(name)
+
+
+def put(name, *shape):
+    return lambda checkpoint: checkpoint["model"].update({name: torch.zeros(shape)})
+
+
+BROKEN = [
+    (drop("transformer.layers.2.mlp.fc2.proj.weight"), "lacks the tensor transformer.layers.2.mlp.fc2.proj.weight"),
+    (drop("transformer.lrid_queries.7"), "lacks the tensor transformer.lrid_queries.7"),
+    (drop("lm_head.weight"), "lacks the tensor lm_head.weight"),
+    (put("transformer.wte.weight", 96, 32), r"transformer.wte.weight has shape \[96, 32\]; expected \[97, 32\]"),
+    (put("transformer.extra.weight", 3), r"belong nowhere: \['transformer.extra.weight'\]"),
+    (lambda checkpoint: checkpoint["model_args"].pop("n_layer"), "lacks n_layer"),
+    (lambda checkpoint: checkpoint.pop("model_args"), "no dict `model_args`"),
+    (lambda checkpoint: checkpoint["model_args"].update(lrid_rank=0), "depth_key_rank"),
+    (lambda checkpoint: checkpoint["model_args"].update(n_layer="4"), "num_hidden_layers"),
+]
+
+
+@pytest.mark.parametrize("edit, message", BROKEN, ids=[row[1] for row in BROKEN])
+def test_broken_file_is_refused(edit, message, tmp_path):
+    with pytest.raises(ConversionError, match=message):
+        convert_released_checkpoint(edited(tmp_path, edit=edit), tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+class Payload:
+    def __reduce__(self):
+        return (Path.touch, (Path("code-was-run"),))
+
+
+def test_code_in_a_file_is_never_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {}, "model_args": {}, "optimizer": Payload()}, tmp_path / "payload.pt")
+    with pytest.raises(ConversionError, match="would run code"):
+        convert_released_checkpoint(tmp_path / "payload.pt", tmp_path / "output")
+    assert not Path("code-was-run").exists() and not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None], ids=["empty", "text", "truncated"])
+def test_unreadable_file(content, tmp_path):
+    if content is None:
+        content = (REFERENCES / "baseline.pt").read_bytes()[:-5000]
+    (tmp_path / "broken.pt").write_bytes(content)
+    with pytest.raises(ConversionError, match="broken.pt"):
+        convert_released_checkpoint(tmp_path / "broken.pt", tmp_path / "output")
+    with pytest.raises(ConversionError, match="not a file"):
+        convert_released_checkpoint(tmp_path / "absent.pt", tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_existing_output_is_left_alone(tmp_path):
+    (tmp_path / "output").mkdir()
+    with pytest.raises(ConversionError, match="exists already"):
+        convert_released_checkpoint(REFERENCES / "baseline.pt", tmp_path / "output")
+    assert list((tmp_path / "output").iterdir()) == []

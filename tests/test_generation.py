@@ -1,0 +1,131 @@
+"""Caches and decoding: a token's routing uses only its own sources, so every Transformers cache works unchanged."""
+
+import pytest
+import torch
+from common import VARIANTS, random_tokens, small_model
+from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cached_logits_equal_uncached(variant):
+    model, input_ids = small_model(variant).double(), random_tokens(2, 12)
+    with torch.no_grad():
+        expected = model(input_ids).logits
+        outputs = model(input_ids[:, :5], use_cache=True)
+        pieces = [outputs.logits]
+        for start, end in ((5, 6), (6, 10), (10, 11), (11, 12)):
+            outputs = model(input_ids[:, start:end], past_key_values=outputs.past_key_values, use_cache=True)
+            pieces.append(outputs.logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_equals_argmax_without_a_cache(variant):
+    model, input_ids = small_model(variant).double(), random_tokens(2, 5)
+    expected = input_ids
+    for _ in range(GREEDY["max_new_tokens"]):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(input_ids, **GREEDY), expected)
+    assert torch.equal(model.generate(input_ids, use_cache=False, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_left_padded_batch_generates_what_each_row_generates_alone(variant):
+    model, short, long = small_model(variant).double(), random_tokens(1, 3), random_tokens(1, 6)
+    batch = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], dim=1), long])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6])
+    together = model.generate(batch, attention_mask=mask, **GREEDY)
+    assert torch.equal(together[:1, 6:], model.generate(short, **GREEDY)[:, 3:])
+    assert torch.equal(together[1:, 6:], model.generate(long, **GREEDY)[:, 6:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static", "disable_compile": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"num_beams": 1, "prefill_chunk_size": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decoding_modes_that_must_equal_greedy(variant, options):
+    model, input_ids = small_model(variant).double(), random_tokens(1, 7)
+    assert torch.equal(model.generate(input_ids, **GREEDY, **options), model.generate(input_ids, **GREEDY))
+
+
+def test_assisted_decoding_equals_greedy():
+    model, input_ids = small_model("sliced_block").double(), random_tokens(1, 7)
+    for draft in (small_model("standard").double(), small_model("projected_full").double()):
+        assert torch.equal(
+            model.generate(input_ids, assistant_model=draft, **GREEDY), model.generate(input_ids, **GREEDY)
+        )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_beam_search_finds_the_best_pair_of_tokens(variant):
+    model, input_ids = small_model(variant).double(), random_tokens(1, 5)
+    options = GREEDY | {"max_new_tokens": 2, "num_beams": 61, "length_penalty": 0.0}  # wide enough to be exhaustive
+    with torch.no_grad():
+        first = model(input_ids).logits[0, -1].log_softmax(-1)
+        every = torch.cat([input_ids.expand(61, -1), torch.arange(61)[:, None]], dim=1)
+        pairs = first[:, None] + model(every).logits[:, -1].log_softmax(-1)
+    best = divmod(pairs.argmax().item(), 61)
+    assert tuple(model.generate(input_ids, **options)[0, -2:].tolist()) == best
+
+
+def test_sampling_follows_the_seed():
+    model, input_ids = small_model(), random_tokens(2, 5)
+    options = GREEDY | {"do_sample": True, "top_k": 20, "temperature": 2.0}
+    samples = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        samples.append(model.generate(input_ids, **options))
+    assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
+
+
+def test_explicit_static_cache():
+    model, input_ids = small_model().double(), random_tokens(2, 12)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with torch.no_grad():
+        expected = model(input_ids).logits
+        first = model(input_ids[:, :9], past_key_values=cache, use_cache=True).logits
+        rest = [model(input_ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in (9, 10, 11)]
+    torch.testing.assert_close(torch.cat([first, *rest], dim=1), expected)
+
+
+def test_quantized_cache():
+    model, input_ids = small_model(head_dim=16), random_tokens(1, 20)
+    options = {"backend": "quanto", "nbits": 4, "residual_length": 8, "q_group_size": 16}
+    tokens = model.generate(input_ids, cache_implementation="quantized", cache_config=options, **GREEDY)
+    assert tokens.shape == (1, 32) and torch.equal(tokens[:, :20], input_ids)
+
+
+def test_static_cache_decodes_compiled():
+    model, input_ids = small_model(num_hidden_layers=2), random_tokens(1, 7)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        expected = model(input_ids).logits[:, -1]
+        model(input_ids[:, :6], past_key_values=cache, use_cache=True)
+        logits = step(input_ids[:, 6:], past_key_values=cache, use_cache=True, position_ids=torch.tensor([[6]])).logits
+    torch.testing.assert_close(logits[:, -1], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["standard", "projected_full", "sliced_block"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_continuous_batching_equals_greedy(variant, implementation):
+    model = small_model(variant, attn_implementation=implementation)
+    prompts = [random_tokens(length).tolist() for length in (3, 9, 5)]
+    generation = GenerationConfig(**(GREEDY | {"eos_token_id": -1}))
+    outputs = model.generate_batch(
+        prompts,
+        generation_config=generation,
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
+    )
+    generated = [output.generated_tokens for output in outputs.values()]
+    expected = [model.generate(torch.tensor([p]), **GREEDY)[0, len(p) :].tolist() for p in prompts]
+    assert generated == expected
