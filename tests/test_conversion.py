@@ -1,5 +1,6 @@
 """The author's eleven reference checkpoints are the oracle; everything that cannot be expressed is refused by name."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ OPTIONS = [
     ({"attnres_block_average": True, "attnres_block_average_mode": "sqrt"}, {"depth_block_exponent": 0.5}),
     ({"attnres_block_average": True}, {"depth_block_exponent": 1.0}),
     ({"attnres_block_alpha": 0.25, "attnres_block_beta": 2}, {"depth_block_exponent": 0.25, "depth_count_prior": 2.0}),
-    ({"lrid_use_logit_scale": True, "lrid_logit_scale": None}, {"depth_logit_scale": 8**-0.5}),
+    ({"lrid_use_logit_scale": True, "lrid_logit_scale": None}, {"depth_logit_scale": 1 / math.sqrt(8)}),
     ({"attnres_num_blocks": 99}, {"num_depth_blocks": 99}),
     ({"attnres_type": "full"}, {"num_depth_blocks": None}),
     ({"mlp_hidden_dim": None, "mlp_ratio": 2.75}, {"intermediate_size": 88}),

@@ -1,0 +1,91 @@
+"""Two processes on gloo: tensor parallelism and FSDP2, by the plans of the model, equal one process."""
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import random_tokens, small_model
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from lr_attnres import LRAttnResForCausalLM
+
+
+VARIANTS = ["standard", "attnres_full", "projected_block", "sliced_block", "sliced_block_weighted_norms"]
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def worker(rank, function, port, arguments):
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        function(*arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_on_two(function, *arguments, monkeypatch):
+    port = free_port()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    mp.spawn(worker, (function, port, arguments), nprocs=2)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_against_one_process(folder, dtype, input_ids, **parallel):
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**parallel), dtype=dtype)
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    reference = LRAttnResForCausalLM.from_pretrained(folder, dtype=dtype)
+    expected, outputs = (m(input_ids, labels=input_ids) for m in (reference, model))
+    if dtype == torch.bfloat16:  # what matters here is that one FSDP group never mixes dtypes
+        assert outputs.logits.isfinite().all() and full(model.model.depth_queries.weight).dtype == torch.float32
+        outputs.loss.backward()
+        return
+    torch.testing.assert_close(full(outputs.logits), expected.logits, **CLOSE)
+    outputs.loss.backward()
+    expected.loss.backward()
+    gradients = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture
+def folders(tmp_path) -> list[Path]:
+    for variant in VARIANTS:
+        small_model(variant, num_hidden_layers=2, vocab_size=62).save_pretrained(tmp_path / variant)
+    return [tmp_path / variant for variant in VARIANTS]
+
+
+def test_tensor_parallel(folders, monkeypatch):
+    run_on_two(tensor_parallel, folders, random_tokens(2, 9), monkeypatch=monkeypatch)
+
+
+def tensor_parallel(folders, input_ids):
+    for folder in folders:
+        check_against_one_process(folder, torch.float32, input_ids, tp_size=2)
+
+
+def test_fsdp(folders, monkeypatch):
+    run_on_two(fully_sharded, folders, random_tokens(2, 9), monkeypatch=monkeypatch)
+
+
+def fully_sharded(folders, input_ids):
+    for folder in folders:
+        check_against_one_process(folder, torch.float32, input_ids, fsdp_size=2)
+        if folder.name != "standard":
+            check_against_one_process(folder, torch.bfloat16, input_ids, fsdp_size=2)
