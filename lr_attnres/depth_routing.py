@@ -1,10 +1,15 @@
 """Depth routing: what a sub-layer writes, and how a site reads what was written before it.
 
-Shape letters: B batch, T tokens, D hidden size, R key rank, S sources of a site, L layers, M = 2L sub-layers.
+Shape letters: B batch, T tokens, D hidden size, R key rank, S sources, G sites of a group, M sub-layers.
 
-A source is a value [B, T, D] and its logits for the sites still to come. Queries do not depend on the input, so the
-logits of a source for all later sites are one small matrix product, made once, when the source is written.
+Three facts make a read cheap. Queries do not depend on the input, so the logits of a source for all later sites are
+one small matrix product, made once, when the source is written. Sites come in groups: the sources that are older than
+the group are mixed once for all of its sites (phase 1), and a site only merges the few younger ones (phase 2). And the
+backward rebuilds what it needs from logits and from the hidden states that the next norm keeps anyway.
 """
+
+from dataclasses import dataclass
+from math import isqrt
 
 import torch
 from transformers.utils.generic import maybe_autocast
@@ -17,6 +22,45 @@ def depth_block_ends(num_sublayers: int, num_blocks: int | None) -> list[int]:
     return [-(-num_sublayers * i // num_blocks) for i in range(1, num_blocks + 1)]
 
 
+@dataclass(frozen=True)
+class DepthSite:
+    """What is known of a site before any input is."""
+
+    index: int  # site `index` reads after this many sub-layers have written
+    count: int  # sub-layers in the block that the last of them was written to, itself included
+    closes_block: bool  # it completed that block
+    num_completed: int  # completed sources before it, the embedding included
+    opens_group: bool  # phase 1 happens here, for this site and the rest of its group
+    num_older: int  # sources that phase 1 mixed; 1: the embedding alone, which needs no mixing
+    group_size: int  # sites left in the group, this one included
+
+    @classmethod
+    def schedule(cls, num_sublayers: int, num_blocks: int | None) -> list["DepthSite"]:
+        """Sites 1..M. A group opens at the first block end that leaves the group before it at least sqrt(M) sites,
+        which balances the older sources, read once per group, against the younger ones, read once per site."""
+        ends = depth_block_ends(num_sublayers, num_blocks)
+        opens = [1]
+        for end in ends:
+            if end - opens[-1] >= isqrt(num_sublayers):
+                opens.append(end)
+        sites = []
+        for index in range(1, num_sublayers + 1):
+            opened = max(start for start in opens if start <= index)
+            num_older = 1 if opened == 1 else 1 + sum(end <= opened for end in ends)
+            sites.append(
+                cls(
+                    index=index,
+                    count=index - max((end for end in ends if end < index), default=0),
+                    closes_block=index in ends,
+                    num_completed=1 + sum(end < index for end in ends),
+                    opens_group=opened == index and num_older > 1,
+                    num_older=num_older,
+                    group_size=min((start for start in opens if start > index), default=num_sublayers + 1) - index,
+                )
+            )
+        return sites
+
+
 def depth_rms_norm(key: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm without weights, in float32 or better: [..., R] -> [..., R]."""
     key = key.to(torch.promote_types(key.dtype, torch.float32))
@@ -25,21 +69,85 @@ def depth_rms_norm(key: torch.Tensor, eps: float) -> torch.Tensor:
 
 def depth_logits(key: torch.Tensor, queries: torch.Tensor, key_norm: bool, eps: float) -> torch.Tensor:
     """The logits of one source for a run of sites: key [B, T, R], queries [sites, R] -> [B, T, sites]."""
-    key = depth_rms_norm(key, eps) if key_norm else key.to(torch.promote_types(key.dtype, torch.float32))
+    key = key.to(torch.promote_types(key.dtype, torch.float32))
     # Autocast would make this product in half precision.
     with maybe_autocast(device_type=key.device.type, enabled=False):
-        return key @ queries.to(key).t()
+        logits = key @ queries.to(key).t()
+    # The norm is a factor per token: applied to the logits, it needs no normalised copy of the key.
+    return logits * torch.rsqrt(key.square().mean(-1, keepdim=True) + eps) if key_norm else logits
 
 
-def depth_read(values: list[torch.Tensor], logits: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over S sources, per token.
+def naive_depth_read(values: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
+    """The read as the paper writes it, left to autograd: S values [B, T, D], logits [B, T, S] -> hidden [B, T, D]."""
+    weights = logits.softmax(dim=-1)
+    return (weights.unsqueeze(-1) * torch.stack(values, dim=-2)).sum(-2).to(values[0].dtype)
 
-    values: S tensors [B, T, D]; logits: S tensors [B, T] -> hidden [B, T, D], depth weights [B, T, S].
-    The sources are never stacked; the sum is accumulated in the dtype of the logits and cast once.
+
+def depth_mix(values: list[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
+    mix, lse = DepthMix.apply(logits, *values)
+    return *mix.unbind(-2), lse
+
+
+def depth_merge(
+    mix: torch.Tensor, lse: torch.Tensor, younger: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
+) -> torch.Tensor:
+    """Phase 2: a mix [B, T, D] with its log-sum-exp [B, T, 1] and the younger sources, each a value [B, T, D] and a
+    logit [B, T, 1] -> hidden [B, T, D]."""
+    if not younger:
+        return mix.contiguous().to(dtype)  # not a view, which would keep the mixes of the whole group alive
+    values, logits = zip(*younger)
+    return DepthMerge.apply(dtype, mix, torch.cat([lse, *logits], dim=-1), *values)
+
+
+class DepthMix(torch.autograd.Function):
+    """logits [B, T, G, S], S values [B, T, D] -> mix [B, T, G, D], log-sum-exp [B, T, G], in the logits' dtype.
+
+    One pass over each source. Saves the weights and the sources by reference; the mix is not kept.
     """
-    weights = torch.stack(logits, dim=-1).softmax(dim=-1)
-    parts = weights.unsqueeze(-2).unbind(-1)
-    hidden = parts[0] * values[0]
-    for part, value in zip(parts[1:], values[1:], strict=True):
-        hidden = hidden + part * value
-    return hidden.to(values[0].dtype), weights
+
+    @staticmethod
+    def forward(ctx, logits, *values):
+        weights = logits.softmax(dim=-1)
+        mix = weights[..., 0, None] * values[0].unsqueeze(-2)
+        for i in range(1, len(values)):
+            mix.addcmul_(weights[..., i, None], values[i].unsqueeze(-2))
+        ctx.save_for_backward(weights, *values)
+        return mix, logits.logsumexp(dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad_mix, grad_lse):
+        weights, *values = ctx.saved_tensors
+        dots = torch.stack([(grad_mix * value.unsqueeze(-2)).sum(-1) for value in values], dim=-1)
+        grad_logits = weights * (dots - (weights * dots).sum(-1, keepdim=True) + grad_lse.unsqueeze(-1))
+        grad_values = [(weights[..., i, None] * grad_mix).sum(-2).to(value.dtype) for i, value in enumerate(values)]
+        return grad_logits, *grad_values
+
+
+class DepthMerge(torch.autograd.Function):
+    """mix [B, T, D], logits [B, T, 1 + Y] with the mix's log-sum-exp first, Y values [B, T, D] -> hidden [B, T, D].
+
+    Saves the hidden states in place of the mix: the next norm keeps them anyway.
+    """
+
+    @staticmethod
+    def forward(ctx, dtype, mix, logits, *values):
+        weights = logits.softmax(dim=-1)
+        hidden = weights[..., :1] * mix
+        for i, value in enumerate(values, start=1):
+            hidden.addcmul_(weights[..., i : i + 1], value)
+        hidden = hidden.to(dtype)
+        ctx.mix_dtype = mix.dtype
+        ctx.save_for_backward(weights, hidden, *values)
+        return hidden
+
+    @staticmethod
+    def backward(ctx, grad):
+        weights, hidden, *values = ctx.saved_tensors
+        grad = grad.to(weights.dtype)
+        dots = torch.stack([(grad * value).sum(-1) for value in values], dim=-1)
+        grad_logits = weights[..., 1:] * (dots - (grad * hidden).sum(-1, keepdim=True))
+        grad_logits = torch.cat([-grad_logits.sum(-1, keepdim=True), grad_logits], dim=-1)
+        grad_mix = (weights[..., :1] * grad).to(ctx.mix_dtype)
+        grad_values = [(weights[..., i : i + 1] * grad).to(value.dtype) for i, value in enumerate(values, start=1)]
+        return None, grad_mix, grad_logits, *grad_values

@@ -30,7 +30,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .depth_routing import depth_block_ends, depth_logits, depth_read, depth_rms_norm
+from .depth_routing import DepthSite, depth_logits, depth_merge, depth_mix, depth_rms_norm
 
 
 @dataclass
@@ -224,59 +224,89 @@ class LRAttnResDepthQueries(nn.Module):
 class LRAttnResDepthRead(nn.Module):
     """What follows sub-layer number `site`: its output is written as a source, then the site reads all its sources.
 
-    The depth state is a flat run of tensors, empty in `standard`: the queries, then the value and the logits of each
-    completed source, oldest first, then, inside a block, the partial sum of the values (in `projected`, and of the
-    keys). It is flat because checkpointing, FSDP2 and the device hooks look at positional tensors only.
+    The depth state is a flat run of tensors, empty in `standard`: the queries; the value and the logits of each
+    completed source, oldest first; inside a block, the partial sum of the values (in `projected`, and of the keys);
+    inside a group, the mixes of its older sources for the sites to come, then the log-sum-exps of all its mixes. It is
+    flat because checkpointing, FSDP2 and the device hooks look at positional tensors only.
     """
 
-    def __init__(self, config: LRAttnResConfig, site: int):
+    def __init__(self, config: LRAttnResConfig, site: DepthSite):
         super().__init__()
-        num_sites = 2 * config.num_hidden_layers
-        ends = depth_block_ends(num_sites, config.num_depth_blocks)
         self.residual_type = config.residual_type
         self.hidden_size, self.key_rank = config.hidden_size, config.depth_key_rank
         self.key_norm, self.eps = config.depth_key_norm, config.rms_norm_eps
         self.norm_emitted_keys = norms_emitted_keys(config)
         self.site = site
-        self.from_last = site - num_sites - 1  # this site's place in logits that end with the last site's
-        self.closes_block = site in ends
-        self.count = site - max((end for end in ends if end < site), default=0)
-        self.scale = self.count**-config.depth_block_exponent
-        self.prior = config.depth_count_prior * math.log(self.count)
+        # Logits end with the last site's, log-sum-exps with the last of the group: where they have this site's.
+        from_last = site.index - 2 * config.num_hidden_layers - 1
+        self.here = slice(from_last, from_last + 1 or None)
+        self.here_to_group_end = slice(from_last, from_last + site.group_size or None)
+        self.here_in_group = slice(-site.group_size, 1 - site.group_size or None)
+        self.scale = site.count**-config.depth_block_exponent
+        self.prior = config.depth_count_prior * math.log(site.count)
 
     def forward(
-        self, hidden_states: torch.Tensor, output: torch.Tensor, *depth_state: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        output: torch.Tensor,
+        *depth_state: torch.Tensor,
+        output_depth_weights: bool | None = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """-> hidden [B, T, D], depth weights [B, T, S] (None in `standard`), *depth state."""
+        """-> hidden [B, T, D], depth weights [B, T, S] if asked for, *depth state."""
         if self.residual_type == "standard":
             return hidden_states + output, None
 
-        queries, *completed = depth_state
-        partial = self.split_output(output)
-        if self.count > 1:
-            completed, earlier = completed[: -len(partial)], completed[-len(partial) :]
-            partial = [old + new for old, new in zip(earlier, partial)]
+        num_kept = 1 + 2 * self.site.num_completed
+        queries, *completed = depth_state[:num_kept]
+        partial, mixes = self.add_to_partial(output, depth_state[num_kept:])
+        value, logits = self.make_source(partial, queries)
+        if self.site.closes_block:
+            completed, partial, younger = [*completed, value, logits], (), []
+        else:
+            younger = [(value, logits)]
+        if self.site.opens_group:
+            group_logits = torch.stack([older[..., self.here_to_group_end] for older in completed[1::2]], dim=-1)
+            mixes = depth_mix(completed[0::2], group_logits)
 
+        weights = None
+        if output_depth_weights:
+            everything = [*(older[..., self.here] for older in completed[1::2]), *(logits for _, logits in younger)]
+            weights = torch.cat(everything, dim=-1).softmax(dim=-1)
+
+        first_younger = 2 * self.site.num_older
+        recent = zip(completed[first_younger::2], completed[first_younger + 1 :: 2])
+        younger = [*((value, logits[..., self.here]) for value, logits in recent), *younger]
+        if self.site.num_older == 1:
+            mix, lse = completed[0], completed[1][..., self.here]
+        else:
+            mix, *mixes = mixes
+            lse = mixes[-1][..., self.here_in_group]
+        hidden_states = depth_merge(mix, lse, younger, dtype=hidden_states.dtype)
+        mixes = mixes if self.site.group_size > 1 else ()
+        return hidden_states, weights, queries, *completed, *partial, *mixes
+
+    def add_to_partial(self, output: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[list, tuple]:
+        """The partial sums, [value] or in `projected` [value, key], with `output` added; what else is in the state."""
+        new = [output]
+        if self.residual_type == "projected":
+            value, key = output.split([self.hidden_size, self.key_rank], dim=-1)
+            key = key.contiguous()  # not a view, which would keep the value alive
+            new = [value, depth_rms_norm(key, self.eps) if self.norm_emitted_keys else key]
+        if self.site.count == 1:
+            return new, state
+        return [old + part for old, part in zip(state, new)], state[len(new) :]
+
+    def make_source(self, partial: list[torch.Tensor], queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Value [B, T, D] and logits [B, T, sites]: for this site alone or, at a block's end, for all from here on."""
         value = partial[0] if self.scale == 1 else partial[0] * self.scale
         if self.residual_type == "projected":
             key = partial[1] if self.key_norm or self.scale == 1 else partial[1] * self.scale
         else:
             key = value[..., -self.key_rank :]
-        readers = queries[self.site - 1 :] if self.closes_block else queries[self.site - 1 : self.site]
-        logits = depth_logits(key, readers, self.key_norm, self.eps) + self.prior
-
-        hidden_states, weights = depth_read(
-            [*completed[0::2], value], [*(older[..., self.from_last] for older in completed[1::2]), logits[..., 0]]
-        )
-        written = (value, logits) if self.closes_block else partial
-        return hidden_states, weights, queries, *completed, *written
-
-    def split_output(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """[value] or, in `projected`, [value, key]."""
-        if self.residual_type != "projected":
-            return [output]
-        value, key = output.split([self.hidden_size, self.key_rank], dim=-1)
-        return [value, depth_rms_norm(key, self.eps) if self.norm_emitted_keys else key]
+        first = self.site.index - 1
+        readers = queries[first:] if self.site.closes_block else queries[first : first + 1]
+        logits = depth_logits(key, readers, self.key_norm, self.eps)
+        return value, logits if self.prior == 0 else logits + self.prior
 
 
 class LRAttnResDecoderLayer(GradientCheckpointingLayer):
@@ -286,8 +316,9 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
         self.mlp = LRAttnResMLP(config)
         self.input_layernorm = LRAttnResRMSNorm(config.hidden_size, config)
         self.post_attention_layernorm = LRAttnResRMSNorm(config.hidden_size, config)
-        self.attn_read = LRAttnResDepthRead(config, site=2 * layer_idx + 1)
-        self.mlp_read = LRAttnResDepthRead(config, site=2 * layer_idx + 2)
+        sites = DepthSite.schedule(2 * config.num_hidden_layers, config.num_depth_blocks)
+        self.attn_read = LRAttnResDepthRead(config, sites[2 * layer_idx])
+        self.mlp_read = LRAttnResDepthRead(config, sites[2 * layer_idx + 1])
 
     def forward(
         self,
@@ -298,6 +329,7 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        output_depth_weights: bool | None = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ...]:
         """Hidden states as read at site 2i -> as read at site 2i + 2; the depth state grows by two sub-layers."""
@@ -310,9 +342,13 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        hidden_states, _, *depth_state = self.attn_read(hidden_states, output, *depth_state)
+        hidden_states, _, *depth_state = self.attn_read(
+            hidden_states, output, *depth_state, output_depth_weights=output_depth_weights
+        )
         output = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states, _, *depth_state = self.mlp_read(hidden_states, output, *depth_state)
+        hidden_states, _, *depth_state = self.mlp_read(
+            hidden_states, output, *depth_state, output_depth_weights=output_depth_weights
+        )
         return hidden_states, *depth_state
 
 
