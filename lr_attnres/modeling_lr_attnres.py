@@ -259,31 +259,39 @@ class LRAttnResDepthRead(nn.Module):
         num_kept = 1 + 2 * self.site.num_completed
         queries, *completed = depth_state[:num_kept]
         partial, mixes = self.add_to_partial(output, depth_state[num_kept:])
-        value, logits = self.make_source(partial, queries)
+        source = self.make_source(partial, queries)
         if self.site.closes_block:
-            completed, partial, younger = [*completed, value, logits], (), []
-        else:
-            younger = [(value, logits)]
+            completed, partial, source = [*completed, *source], (), ()
+        hidden_states, mixes = self.read(completed, source, mixes, hidden_states.dtype)
+        weights = self.depth_weights(completed, source) if output_depth_weights else None
+        return hidden_states, weights, queries, *completed, *partial, *mixes
+
+    def read(
+        self,
+        completed: list[torch.Tensor],
+        source: tuple[torch.Tensor, ...],
+        mixes: tuple[torch.Tensor, ...],
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Values and logits of the completed sources and, inside a block, of the partial one; the mixes made by the
+        group so far -> hidden [B, T, D]; the mixes for the rest of the group."""
+        values, logits = completed[0::2], completed[1::2]
         if self.site.opens_group:
-            group_logits = torch.stack([older[..., self.here_to_group_end] for older in completed[1::2]], dim=-1)
-            mixes = depth_mix(completed[0::2], group_logits)
-
-        weights = None
-        if output_depth_weights:
-            everything = [*(older[..., self.here] for older in completed[1::2]), *(logits for _, logits in younger)]
-            weights = torch.cat(everything, dim=-1).softmax(dim=-1)
-
-        first_younger = 2 * self.site.num_older
-        recent = zip(completed[first_younger::2], completed[first_younger + 1 :: 2])
-        younger = [*((value, logits[..., self.here]) for value, logits in recent), *younger]
+            mixes = depth_mix(values, torch.stack([older[..., self.here_to_group_end] for older in logits], dim=-1))
         if self.site.num_older == 1:
-            mix, lse = completed[0], completed[1][..., self.here]
+            mix, lse = values[0], logits[0][..., self.here]
         else:
             mix, *mixes = mixes
             lse = mixes[-1][..., self.here_in_group]
-        hidden_states = depth_merge(mix, lse, younger, dtype=hidden_states.dtype)
-        mixes = mixes if self.site.group_size > 1 else ()
-        return hidden_states, weights, queries, *completed, *partial, *mixes
+        younger = [*values[self.site.num_older :], *source[:1]]
+        younger_logits = [*(recent[..., self.here] for recent in logits[self.site.num_older :]), *source[1:]]
+        hidden = depth_merge(mix, lse, younger, younger_logits, dtype)
+        return hidden, mixes if self.site.group_size > 1 else ()
+
+    def depth_weights(self, completed: list[torch.Tensor], source: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """[B, T, S], oldest source first."""
+        logits = [*(older[..., self.here] for older in completed[1::2]), *source[1:]]
+        return torch.cat(logits, dim=-1).softmax(dim=-1)
 
     def add_to_partial(self, output: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[list, tuple]:
         """The partial sums, [value] or in `projected` [value, key], with `output` added; what else is in the state."""

@@ -1,0 +1,120 @@
+"""The engine: two phases equal the naive read, forward and every gradient, and keep what they promise to keep."""
+
+import pytest
+import torch
+from common import ROUTED, random_tokens, small_model
+
+from lr_attnres.depth_routing import DepthSite, depth_block_ends, depth_merge, depth_mix, naive_depth_read
+
+
+def random_sources(count: int, *shape: int, sites: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    values = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+    logits = torch.randn(*shape[:-1], sites, count, dtype=torch.float64, requires_grad=True)
+    return values, logits
+
+
+@pytest.mark.parametrize("older, younger, sites", [(1, 1, 1), (2, 0, 3), (3, 1, 2), (5, 3, 4), (49, 2, 1)])
+def test_two_phases_equal_the_naive_read(older, younger, sites):
+    values, logits = random_sources(older + younger, 3, 17, 15, sites=sites)
+    inputs = [logits, *values]
+    *mixes, lse = depth_mix(values[:older], logits[..., :older])
+    fused = [
+        depth_merge(mix, lse[..., [i]], values[older:], list(logits[..., i, older:].split(1, dim=-1)), mix.dtype)
+        for i, mix in enumerate(mixes)
+    ]
+    naive = [naive_depth_read(values, logits[..., i, :]) for i in range(sites)]
+    gradient = torch.randn(sites, 3, 17, 15, dtype=torch.float64)
+    torch.testing.assert_close(torch.stack(fused), torch.stack(naive))
+    ours = torch.autograd.grad(torch.stack(fused), inputs, gradient)
+    theirs = torch.autograd.grad(torch.stack(naive), inputs, gradient)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradcheck():
+    values, logits = random_sources(3, 2, 3, 5, sites=2)
+    assert torch.autograd.gradcheck(lambda logits, *values: depth_mix(list(values), logits), (logits, *values))
+    mix, lse = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), logits[..., 0, :1].detach()
+    younger = list(logits[..., 0, :].detach().split(1, dim=-1))
+    merge_inputs = (mix, lse.clone().requires_grad_(), *values, *(logit.clone().requires_grad_() for logit in younger))
+    assert torch.autograd.gradcheck(
+        lambda m, z, *r: depth_merge(m, z, list(r[:3]), list(r[3:]), m.dtype), merge_inputs
+    )
+
+
+@pytest.mark.parametrize("num_sublayers", [2, 8, 10, 48])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 7, 8, 16, 64, None])
+def test_schedule(num_sublayers, num_blocks):
+    sites, ends = DepthSite.schedule(num_sublayers, num_blocks), depth_block_ends(num_sublayers, num_blocks)
+    assert [site.index for site in sites] == list(range(1, num_sublayers + 1))
+    assert [site.index for site in sites if site.closes_block] == ends
+    for before, site in zip(sites, sites[1:]):
+        assert site.num_completed == before.num_completed + before.closes_block
+        assert site.count == (1 if before.closes_block else before.count + 1)
+        if site.opens_group:
+            # Phase 1 sees every completed source, the one just written included, so there is nothing to merge here.
+            assert before.group_size == 1 and site.closes_block and site.num_older == site.num_completed + 1
+        else:
+            assert (site.num_older, site.group_size) == (before.num_older, before.group_size - 1)
+    assert sites[-1].group_size == 1
+
+
+def source_reads(num_sublayers: int, num_blocks: int | None) -> int:
+    """Reads of a value: by phase 1 once per group, by phase 2 once per site and younger source."""
+    reads = 0
+    for site in DepthSite.schedule(num_sublayers, num_blocks):
+        if site.opens_group:
+            reads += site.num_older
+        sources = site.num_completed + 1
+        reads += sources - site.num_older + (site.num_older == 1)
+    return reads
+
+
+def test_grouping_cuts_source_reads():
+    """The naive schedule reads 1,224 (full) and 264 (8 blocks) values at the paper's depth."""
+    assert source_reads(48, None) < 1224 * 0.3
+    assert source_reads(48, 8) < 264 * 0.4
+
+
+# What is saved for backward
+
+
+def saved_storages(model: torch.nn.Module, input_ids: torch.Tensor) -> dict[int, int]:
+    """Bytes of every storage that autograd keeps, parameters apart."""
+    saved, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids, labels=input_ids, use_cache=False).loss
+    assert loss.requires_grad  # the graph, and so every saved tensor, is alive until here
+    return saved
+
+
+MEMORY_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "depth_key_rank": 16,
+    "vocab_size": 2048,
+}
+
+
+@pytest.mark.parametrize("variant", ROUTED[:-1])
+def test_saved_for_backward(variant):
+    """The paper's proportions at a quarter of its width, so that the few floats per token and site weigh more."""
+    blocks = {"num_depth_blocks": 8} if "block" in variant else {}
+    input_ids = random_tokens(1, 128)
+    standard = sum(saved_storages(small_model("standard", **MEMORY_SIZES), input_ids).values())
+    saved = saved_storages(small_model(variant, **MEMORY_SIZES, **blocks), input_ids)
+    # attnres at the smallest: one value per sub-layer, 2 of about 21 per layer, and [sites] logits per source.
+    assert sum(saved.values()) / standard < 1.15
+    one_value = 128 * (256 + 16) * 4
+    larger_than_a_value = {128 * 704 * 4, 128 * 2048 * 4}  # the feed-forward's activations and the vocabulary's logits
+    assert all(size <= one_value or size in larger_than_a_value for size in saved.values())
