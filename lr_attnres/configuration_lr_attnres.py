@@ -178,6 +178,11 @@ class LRAttnResConfig(PreTrainedConfig):
             raise ValueError(
                 f"`depth_key_rank` is {self.depth_key_rank}; it must lie in 1..hidden_size = {self.hidden_size}."
             )
+        if self.residual_type == "attnres" and self.depth_key_rank != self.hidden_size:
+            raise ValueError(
+                f"`depth_key_rank` is {self.depth_key_rank}; the key of `attnres` is the whole value, so it must be "
+                f"hidden_size = {self.hidden_size}."
+            )
         if not math.isfinite(self.depth_logit_scale):
             raise ValueError(f"`depth_logit_scale` is {self.depth_logit_scale}; it must be finite.")
         for name in ("depth_block_exponent", "depth_count_prior"):

@@ -85,7 +85,7 @@ def naive_depth_read(values: list[torch.Tensor], logits: torch.Tensor) -> torch.
 
 def depth_mix(values: list[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
-    mix, lse = DepthMix.apply(logits, *values)
+    mix, lse = DepthMix.apply(logits, *values) if needs_grad(logits, *values) else mix_sources(logits, *values)
     return *mix.unbind(-2), lse
 
 
@@ -100,27 +100,49 @@ def depth_merge(
     -> hidden [B, T, D], accumulated in the dtype of the logits and cast once."""
     if not values:
         return mix.contiguous().to(dtype)  # not a view, which would keep the mixes of the whole group alive
-    return DepthMerge.apply(dtype, mix, torch.cat([lse, *logits], dim=-1), *values)
+    logits = torch.cat([lse, *logits], dim=-1)
+    merge = DepthMerge.apply if needs_grad(mix, logits, *values) else merge_sources
+    return merge(dtype, mix, logits, *values)
+
+
+def needs_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def mix_sources(logits: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [B, T, G, S], S values [B, T, D] -> mix [B, T, G, D], log-sum-exp [B, T, G], in the logits' dtype."""
+    weights = logits.softmax(dim=-1)
+    mix = weights[..., 0, None] * values[0].unsqueeze(-2)
+    for i in range(1, len(values)):
+        mix = torch.addcmul(mix, weights[..., i, None], values[i].unsqueeze(-2))
+    return mix, logits.logsumexp(dim=-1)
+
+
+def merge_sources(dtype: torch.dtype, mix: torch.Tensor, logits: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+    """mix [B, T, D], logits [B, T, 1 + Y] with the mix's log-sum-exp first, Y values [B, T, D] -> hidden [B, T, D]."""
+    weights = logits.softmax(dim=-1)
+    if len(values) == 1 and mix.dtype == values[0].dtype == weights.dtype:
+        return torch.lerp(mix, values[0], weights[..., 1:]).to(dtype)
+    hidden = weights[..., :1] * mix
+    for i, value in enumerate(values, start=1):
+        hidden = torch.addcmul(hidden, weights[..., i : i + 1], value)
+    return hidden.to(dtype)
 
 
 class DepthMix(torch.autograd.Function):
-    """logits [B, T, G, S], S values [B, T, D] -> mix [B, T, G, D], log-sum-exp [B, T, G], in the logits' dtype.
+    """`mix_sources` with one pass over each source in the backward, and no mix kept for it."""
 
-    One pass over each source. Saves the weights and the sources by reference; the mix is not kept.
-    """
+    generate_vmap_rule = True
+    forward = staticmethod(mix_sources)
 
     @staticmethod
-    def forward(ctx, logits, *values):
-        weights = logits.softmax(dim=-1)
-        mix = weights[..., 0, None] * values[0].unsqueeze(-2)
-        for i in range(1, len(values)):
-            mix.addcmul_(weights[..., i, None], values[i].unsqueeze(-2))
-        ctx.save_for_backward(weights, *values)
-        return mix, logits.logsumexp(dim=-1)
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad_mix, grad_lse):
-        weights, *values = ctx.saved_tensors
+        logits, *values = ctx.saved_tensors
+        weights = logits.softmax(dim=-1)
         dots = torch.stack([(grad_mix * value.unsqueeze(-2)).sum(-1) for value in values], dim=-1)
         grad_logits = weights * (dots - (weights * dots).sum(-1, keepdim=True) + grad_lse.unsqueeze(-1))
         grad_values = [(weights[..., i, None] * grad_mix).sum(-2).to(value.dtype) for i, value in enumerate(values)]
@@ -128,25 +150,21 @@ class DepthMix(torch.autograd.Function):
 
 
 class DepthMerge(torch.autograd.Function):
-    """mix [B, T, D], logits [B, T, 1 + Y] with the mix's log-sum-exp first, Y values [B, T, D] -> hidden [B, T, D].
+    """`merge_sources`, which keeps the hidden states in place of the mix: the next norm keeps them anyway."""
 
-    Saves the hidden states in place of the mix: the next norm keeps them anyway.
-    """
+    generate_vmap_rule = True
+    forward = staticmethod(merge_sources)
 
     @staticmethod
-    def forward(ctx, dtype, mix, logits, *values):
-        weights = logits.softmax(dim=-1)
-        hidden = weights[..., :1] * mix
-        for i, value in enumerate(values, start=1):
-            hidden.addcmul_(weights[..., i : i + 1], value)
-        hidden = hidden.to(dtype)
+    def setup_context(ctx, inputs, output):
+        _, mix, logits, *values = inputs
         ctx.mix_dtype = mix.dtype
-        ctx.save_for_backward(weights, hidden, *values)
-        return hidden
+        ctx.save_for_backward(logits, output, *values)
 
     @staticmethod
     def backward(ctx, grad):
-        weights, hidden, *values = ctx.saved_tensors
+        logits, hidden, *values = ctx.saved_tensors
+        weights = logits.softmax(dim=-1)
         grad = grad.to(weights.dtype)
         dots = torch.stack([(grad * value).sum(-1) for value in values], dim=-1)
         grad_logits = weights[..., 1:] * (dots - (grad * hidden).sum(-1, keepdim=True))

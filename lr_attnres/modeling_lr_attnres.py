@@ -318,13 +318,12 @@ class LRAttnResDepthRead(nn.Module):
 
 
 class LRAttnResDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config: LRAttnResConfig, layer_idx: int):
+    def __init__(self, config: LRAttnResConfig, layer_idx: int, sites: list[DepthSite]):
         super().__init__()
         self.self_attn = LRAttnResAttention(config, layer_idx)
         self.mlp = LRAttnResMLP(config)
         self.input_layernorm = LRAttnResRMSNorm(config.hidden_size, config)
         self.post_attention_layernorm = LRAttnResRMSNorm(config.hidden_size, config)
-        sites = DepthSite.schedule(2 * config.num_hidden_layers, config.num_depth_blocks)
         self.attn_read = LRAttnResDepthRead(config, sites[2 * layer_idx])
         self.mlp_read = LRAttnResDepthRead(config, sites[2 * layer_idx + 1])
 
@@ -380,6 +379,10 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         "depth_weights": OutputRecorder(LRAttnResDepthRead, index=1),
     }
 
+    def __init__(self, config: LRAttnResConfig, *args, **kwargs):
+        config.validate()  # fields may have been set since the config was made, as `from_pretrained` overrides are
+        super().__init__(config, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -398,8 +401,9 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             self.depth_queries = LRAttnResDepthQueries(config)
         if config.residual_type == "projected":
             self.depth_embedding_key = nn.Linear(config.hidden_size, config.depth_key_rank, bias=False)
+        sites = DepthSite.schedule(2 * config.num_hidden_layers, config.num_depth_blocks)
         self.layers = nn.ModuleList(
-            [LRAttnResDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+            [LRAttnResDecoderLayer(config, layer_idx, sites) for layer_idx in range(config.num_hidden_layers)]
         )
         self.norm = LRAttnResRMSNorm(config.hidden_size, config)
         self.rotary_emb = LRAttnResRotaryEmbedding(config)
@@ -435,6 +439,9 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+
+        # A flag in the config has turned the capture on, but has to reach the sites too.
+        kwargs.setdefault("output_depth_weights", getattr(self.config, "output_depth_weights", False))
 
         # Packed documents are found in `position_ids` only where there is no cache yet: an empty one does not count.
         is_empty_cache = isinstance(past_key_values, DynamicCache) and past_key_values.get_seq_length() == 0

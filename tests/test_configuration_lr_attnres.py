@@ -1,10 +1,11 @@
 import json
 
 import pytest
+from common import small_model
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from lr_attnres import LRAttnResConfig
+from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
 
 
 def test_defaults_are_the_paper_pareto_model():
@@ -70,6 +71,13 @@ def test_bad_field_is_refused_at_save(tmp_path):
     with pytest.raises(StrictDataclassError, match="num_depth_blocks"):
         config.save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("override", [{"num_depth_blocks": 0}, {"residual_type": "attnres"}, {"depth_key_rank": 999}])
+def test_bad_override_is_refused_when_the_model_is_built(override, tmp_path):
+    small_model().save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassError, match="num_depth_blocks|depth_key_rank"):
+        LRAttnResForCausalLM.from_pretrained(tmp_path, **override)
 
 
 def test_fields_that_a_variant_ignores():

@@ -31,15 +31,40 @@ def test_two_phases_equal_the_naive_read(older, younger, sites):
         torch.testing.assert_close(a, b)
 
 
-def test_gradcheck():
+@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+def test_gradcheck(check):
     values, logits = random_sources(3, 2, 3, 5, sites=2)
-    assert torch.autograd.gradcheck(lambda logits, *values: depth_mix(list(values), logits), (logits, *values))
+    assert check(lambda logits, *values: depth_mix(list(values), logits), (logits, *values))
     mix, lse = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), logits[..., 0, :1].detach()
     younger = list(logits[..., 0, :].detach().split(1, dim=-1))
     merge_inputs = (mix, lse.clone().requires_grad_(), *values, *(logit.clone().requires_grad_() for logit in younger))
     assert torch.autograd.gradcheck(
         lambda m, z, *r: depth_merge(m, z, list(r[:3]), list(r[3:]), m.dtype), merge_inputs
     )
+
+
+def test_one_source_is_the_identity_with_exactly_zero_query_gradient():
+    values, _ = random_sources(1, 2, 3, 8, sites=1)
+    query = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    mix, _ = depth_mix(values, (values[0][..., -4:] @ query)[..., None, None])
+    assert torch.equal(mix, values[0])
+    mix.square().sum().backward()
+    assert torch.equal(query.grad, torch.zeros(4, dtype=torch.float64))
+
+
+def test_function_transforms():
+    values, logits = random_sources(3, 4, 3, 5, sites=2)
+
+    def total(logits, *values):
+        *mixes, lse = depth_mix(list(values), logits)
+        return depth_merge(mixes[0], lse[..., :1], [values[0]], [logits[..., 0, :1]], torch.float64).square().sum()
+
+    inputs = (logits, *values)
+    whole = torch.func.grad(total, argnums=(0, 1, 2, 3))(*inputs)
+    per_sample = torch.func.vmap(torch.func.grad(total, argnums=(0, 1, 2, 3)))(*inputs)
+    for a, b, c in zip(whole, per_sample, torch.autograd.grad(total(*inputs), inputs)):
+        torch.testing.assert_close(a, c)
+        torch.testing.assert_close(b, c)
 
 
 @pytest.mark.parametrize("num_sublayers", [2, 8, 10, 48])

@@ -19,9 +19,9 @@ def run(*arguments, cwd: Path) -> str:
 
 
 def test_quickstart(tmp_path):
-    output = run(ROOT / "examples/quickstart.py", "--steps", 20, "--output", tmp_path / "model", cwd=tmp_path)
+    output = run(ROOT / "examples/quickstart.py", "--steps", 50, "--output", tmp_path / "model", cwd=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
-    assert losses[0] > 5  # log(256) is 5.5
+    assert losses[0] > 5 and losses[-1] < 3  # log(256) is 5.5
     assert "loaded back as LRAttnResForCausalLM" in output and "generated: Four score and seven" in output
     assert (tmp_path / "model/modeling_lr_attnres.py").exists()
 

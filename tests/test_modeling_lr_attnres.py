@@ -13,7 +13,7 @@ from lr_attnres import (
     LRAttnResForSequenceClassification,
     LRAttnResForTokenClassification,
 )
-from lr_attnres.depth_routing import depth_block_ends, naive_depth_read
+from lr_attnres.depth_routing import depth_block_ends
 
 
 # Two float32 evaluations in a different order. With weights this large one rounding (6e-8) of every weight moves the
@@ -178,15 +178,6 @@ def test_site_0_is_the_identity(variant):
     assert torch.equal(seen["hidden"], model.model.embed_tokens(input_ids))
 
 
-def test_one_source_is_the_identity_with_exactly_zero_query_gradient():
-    value = torch.randn(2, 3, 8, dtype=torch.float64)
-    query = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    hidden = naive_depth_read([value], (value[..., -4:] @ query).unsqueeze(-1))
-    assert torch.equal(hidden, value)
-    hidden.square().sum().backward()
-    assert torch.equal(query.grad, torch.zeros(4, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("kind", ["attnres", "projected", "sliced"])
 @pytest.mark.parametrize("blocks", [8, 9, 64])
 def test_as_many_blocks_as_sublayers_are_the_full_set(kind, blocks):
@@ -231,6 +222,8 @@ def test_outputs_have_fixed_arity_and_do_not_change_the_logits(variant):
     assert [tuple(a.shape) for a in outputs.attentions] == [(2, 4, 7, 7)] * 4
     assert torch.equal(outputs.hidden_states[0], model.model.embed_tokens(input_ids))
     assert model(input_ids).depth_weights is None
+    model.config.output_depth_weights = True
+    assert len(model(input_ids).depth_weights) == len(outputs.depth_weights)
     if variant == "standard":
         assert outputs.depth_weights == ()
         return
@@ -327,11 +320,12 @@ def test_num_items_in_batch_sets_the_mean():
 def test_tied_and_resized_embeddings(variant):
     model = small_model(variant, tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    before = model(random_tokens(1, 5)).logits
-    assert before.shape[-1] == 61
+    input_ids = random_tokens(1, 5)
+    before = model(input_ids).logits
     model.resize_token_embeddings(70)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model(random_tokens(1, 5)).logits.shape[-1] == 70 == model.config.vocab_size
+    assert model.config.vocab_size == 70
+    torch.testing.assert_close(model(input_ids).logits[..., :61], before, **FLOAT32)
 
 
 # Precision
@@ -393,6 +387,17 @@ def test_compiles_without_graph_breaks(variant):
     compiled(input_ids, labels=input_ids).loss.backward()
     for name, ours in gradients(model).items():
         torch.testing.assert_close(ours, gradient[name], **FLOAT32)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_for_inference_without_graph_breaks(variant):
+    model, input_ids = small_model(variant), random_tokens(2, 11)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        expected = model(input_ids).logits
+        torch.testing.assert_close(compiled(input_ids).logits, expected, **FLOAT32)
+    model.requires_grad_(False)
+    torch.testing.assert_close(compiled(input_ids).logits, expected, **FLOAT32)
 
 
 @pytest.mark.parametrize("variant", ["sliced_block", "projected_full"])

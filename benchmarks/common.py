@@ -1,0 +1,119 @@
+"""What the benchmarks share: the models that are compared, the check against the naive read, timing, and the report.
+
+All rows of a benchmark run interleaved in one process; a row's time is the smallest of its repeats, and what is
+reported is the ratio to `standard`.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
+from lr_attnres.depth_routing import naive_depth_read
+from lr_attnres.modeling_lr_attnres import LRAttnResDepthRead
+
+
+PAPER_WIDTH = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
+ROWS = {
+    "standard": {"residual_type": "standard"},
+    "sliced N=4 r=64": {"residual_type": "sliced", "num_depth_blocks": 4, "depth_key_rank": 64},
+    "sliced N=8 r=64": {"residual_type": "sliced", "num_depth_blocks": 8, "depth_key_rank": 64},
+    "sliced full r=64": {"residual_type": "sliced", "num_depth_blocks": None, "depth_key_rank": 64},
+    "projected N=4 r=32": {"residual_type": "projected", "num_depth_blocks": 4, "depth_key_rank": 32},
+    "projected N=8 r=32": {"residual_type": "projected", "num_depth_blocks": 8, "depth_key_rank": 32},
+    "projected full r=32": {"residual_type": "projected", "num_depth_blocks": None, "depth_key_rank": 32},
+    "attnres N=8": {"residual_type": "attnres", "num_depth_blocks": 8},
+    "attnres full": {"residual_type": "attnres", "num_depth_blocks": None},
+    "sliced full r=64, naive read": {"residual_type": "sliced", "num_depth_blocks": None, "depth_key_rank": 64},
+    "attnres full, naive read": {"residual_type": "attnres", "num_depth_blocks": None},
+    "Qwen3ForCausalLM": None,
+}
+
+
+class NaiveDepthRead(LRAttnResDepthRead):
+    """The same site with one read over a stack of all its sources, differentiated by autograd."""
+
+    def read(self, completed, source, mixes, dtype):
+        logits = torch.cat([*(older[..., self.here] for older in completed[1::2]), *source[1:]], dim=-1)
+        return naive_depth_read([*completed[0::2], *source[:1]], logits).to(dtype), ()
+
+
+def read_naively(model: LRAttnResForCausalLM) -> LRAttnResForCausalLM:
+    for module in model.modules():
+        if isinstance(module, LRAttnResDepthRead):
+            module.__class__ = NaiveDepthRead
+    return model
+
+
+def build(row: str, **sizes) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if ROWS[row] is None:
+        heads = sizes["num_attention_heads"]
+        config = Qwen3Config(**sizes, num_key_value_heads=heads, head_dim=sizes["hidden_size"] // heads)
+        return Qwen3ForCausalLM(config)
+    model = LRAttnResForCausalLM(LRAttnResConfig(**sizes, **ROWS[row]))
+    if ROWS[row]["residual_type"] != "standard":
+        torch.nn.init.normal_(model.model.depth_queries.weight, std=0.1)
+    return read_naively(model) if "naive" in row else model
+
+
+def check_against_naive_read(rows: list[str]) -> None:
+    """Refuse to time a read that disagrees with the naive one, in float64, logits and gradients."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 4}
+    for row in rows:
+        if ROWS[row] is None or ROWS[row]["residual_type"] == "standard" or "naive" in row:
+            continue
+        results = []
+        for change in (lambda model: model, read_naively):
+            model = change(build(row, num_hidden_layers=5, **sizes)).double()
+            input_ids = torch.arange(2 * 17).view(2, 17)
+            logits = model(input_ids).logits
+            logits.square().mean().backward()
+            results.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+        for ours, naive in zip(*results):
+            torch.testing.assert_close(ours, naive, rtol=1e-7, atol=1e-9, msg=lambda m, r=row: f"{r}: {m}")
+
+
+def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """The smallest wall time of each step; one untimed round first."""
+    best = dict.fromkeys(steps, float("inf"))
+    for repeat in range(repeats + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if repeat:
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def parser(description: str, repeats: int) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
+    result.add_argument("--repeats", type=int, default=repeats)
+    result.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
+    return result
+
+
+def report(name: str, settings: dict, columns: dict[str, dict[str, float]], unit: str, output: Path) -> None:
+    """columns: title -> row -> measurement. Prints each with its ratio to `standard`, and writes all of it as JSON."""
+    machine = {
+        "device": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    print(f"\n{name}: {settings}\n{machine}")
+    print(f"{'':32s}" + "".join(f"{title + ', ' + unit:>22s}{'ratio':>8s}" for title in columns))
+    for row in next(iter(columns.values())):
+        cells = (f"{column[row]:22.4f}{column[row] / column['standard']:8.3f}" for column in columns.values())
+        print(f"{row:32s}" + "".join(cells), flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    content = {"benchmark": name, "settings": settings, "machine": machine, "unit": unit, "columns": columns}
+    (output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
