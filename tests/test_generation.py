@@ -112,6 +112,7 @@ def test_quantized_cache():
 
 
 def test_static_cache_decodes_compiled():
+    torch.compiler.reset()
     model, input_ids = small_model(num_hidden_layers=2), random_tokens(1, 7)
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache = StaticCache(config=model.config, max_cache_len=16)

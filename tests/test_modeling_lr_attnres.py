@@ -374,8 +374,14 @@ def test_queries_stay_float32(variant, dtype, tmp_path):
 # Compilers
 
 
+@pytest.fixture
+def fresh_compiler():
+    """The limit of recompilations counts per process, not per model."""
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("variant", ["sliced_block", "projected_full"])
-def test_compiles_without_graph_breaks(variant):
+def test_compiles_without_graph_breaks(variant, fresh_compiler):
     model, input_ids = small_model(variant, num_hidden_layers=2), random_tokens(2, 11)
     expected, weights = model(input_ids).logits, model(input_ids, output_depth_weights=True).depth_weights
     gradient = loss_gradients(model, input_ids)
@@ -390,7 +396,7 @@ def test_compiles_without_graph_breaks(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiles_for_inference_without_graph_breaks(variant):
+def test_compiles_for_inference_without_graph_breaks(variant, fresh_compiler):
     model, input_ids = small_model(variant), random_tokens(2, 11)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
