@@ -94,7 +94,7 @@ def _generate(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
 
     def run(**options):
-        from .generation import generate_text
+        from .text_generation import generate_text
 
         generate_text(**options)
 

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .clean_process import CleanProcessError, load_in_clean_process, probe_tokens
 from .configuration_lr_attnres import LRAttnResConfig
 from .hub_errors import explain_os_error
-from .model_card import model_card, read_provenance, write_provenance
+from .model_card import model_card, write_provenance
 from .modeling_lr_attnres import LRAttnResForCausalLM
 from .released_source import ConversionError, find_released_file
 from .tokenizer import CL100K_VOCAB_SIZE, END_OF_TEXT, SPECIAL_TOKENS, TokenizerError, cl100k_tokenizer
@@ -387,7 +387,7 @@ def _write_card(folder: Path, config: LRAttnResConfig, name: str, source: str, r
     step, tokens = rest.get("step"), rest.get("tokens_processed")
     step, tokens = (int(value) if isinstance(value, int | float) else None for value in (step, tokens))
     write_provenance(folder, source=source, step=step, tokens=tokens)
-    model_card(config, read_provenance(folder), name).save(folder / "README.md")
+    model_card(folder, config, name).save(folder / "README.md")
 
 
 @torch.no_grad()

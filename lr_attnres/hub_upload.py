@@ -20,7 +20,7 @@ from . import modeling_lr_attnres
 from .clean_process import load_in_clean_process
 from .configuration_lr_attnres import AUTO_MAP, LRAttnResConfig
 from .hub_errors import HubError, clear_hub_errors
-from .model_card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card, read_provenance
+from .model_card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
 
 
 logger = logging.get_logger(__name__)
@@ -131,7 +131,7 @@ def stage_folder(folder: Path, config: LRAttnResConfig, repo_id: str, tags: Iter
         sent.remove(card)
     operations = [CommitOperationAdd(path.name, path) for path in sent]
     tag = _contents_tag(operations)
-    text = str(model_card(config, read_provenance(folder), repo_id.split("/")[-1], repo_id, tag, tags))
+    text = str(model_card(folder, config, repo_id.split("/")[-1], repo_id, tag, tags))
     return StagedFolder([*operations, CommitOperationAdd(CARD, text.encode())], left_out, tag)
 
 

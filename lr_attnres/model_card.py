@@ -77,14 +77,16 @@ def write_provenance(folder: str | os.PathLike, **fields: Any) -> None:
 
 
 def model_card(
+    folder: str | os.PathLike,
     config: LRAttnResConfig,
-    provenance: dict[str, Any],
     name: str,
     repo_id: str | None = None,
     revision: str | None = None,
     tags: Iterable[str] = (),
 ) -> ModelCard:
-    """The card of a model called `name`; without `repo_id` its snippet loads from a folder."""
+    """The card of the model in `folder`; without `repo_id` its snippet loads from a folder."""
+    provenance = read_provenance(folder)
+    has_tokenizer = (Path(folder) / "tokenizer_config.json").exists()
     results = [
         EvalResult(
             task_type=PIPELINE_TAGS[config.architectures[0]],
@@ -112,7 +114,7 @@ def model_card(
         _cost_section(config),
         _origin_section(provenance),
         _evaluation_section(provenance),
-        _usage_section(config, repo_id, revision),
+        _usage_section(config, has_tokenizer, repo_id, revision),
     ]
     body = "\n\n".join(section for section in sections if section)
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n")
@@ -173,17 +175,18 @@ def _evaluation_section(provenance: dict[str, Any]) -> str:
     return "## Evaluation\n\n" + _table(("", "value"), rows) if rows else ""
 
 
-def _usage_section(config: LRAttnResConfig, repo_id: str | None, revision: str | None) -> str:
+def _usage_section(config: LRAttnResConfig, has_tokenizer: bool, repo_id: str | None, revision: str | None) -> str:
     auto_class = next(key for key, entry in config.auto_map.items() if entry.endswith(f".{config.architectures[0]}"))
     pin = f', revision="{revision}"' if revision else ""
     arguments = f'"{repo_id or "path/to/this/folder"}"{pin}'
     lines = [
-        f"from transformers import {auto_class}, AutoTokenizer",
+        f"from transformers import {auto_class}{', AutoTokenizer' if has_tokenizer else ''}",
         "",
         f"model = {auto_class}.from_pretrained({arguments}, trust_remote_code=True)",
-        f"tokenizer = AutoTokenizer.from_pretrained({arguments})",
     ]
-    if auto_class == "AutoModelForCausalLM":
+    if has_tokenizer:
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")
+    if has_tokenizer and auto_class == "AutoModelForCausalLM":
         lines += [
             'inputs = tokenizer("The sea is", return_tensors="pt")',
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))",
