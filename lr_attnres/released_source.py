@@ -43,8 +43,8 @@ def find_released_file(
         raise ConversionError(f"{source} is not a file or a folder, nor a Hub repository of the form owner/name.")
     try:
         with clear_hub_errors(name, revision):
-            files = HfApi().list_repo_files(name, revision=revision, token=token)
-        chosen = choose_file(files, filename, name)
+            repo = HfApi().model_info(name, revision=revision, token=token)
+        chosen = choose_file([file.rfilename for file in repo.siblings or []], filename, name)
         with clear_hub_errors(name, revision):
             return Path(hf_hub_download(name, chosen, revision=revision, token=token))
     except HubError as error:

@@ -28,11 +28,11 @@ def generate_text(
     dtype: str = "auto",
     revision: str | None = None,
     token: str | None = None,
-    output: TextIO = sys.stdout,
+    output: TextIO | None = None,
 ) -> str:
-    """Continue `prompt` with the model of a folder or Hub repository, streaming to `output`; returns the whole text.
+    """Continue `prompt` with the model of a folder or Hub repository, streaming the text; returns the whole of it.
 
-    Temperature 0 is greedy; any other samples, repeatably with `seed`.
+    Temperature 0 is greedy; any other samples, repeatably with `seed`. `output` is the standard output by default.
     """
     if not prompt:
         raise ValueError("--prompt is empty; give the model something to continue.")
@@ -48,6 +48,6 @@ def generate_text(
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     with torch.inference_mode():
         tokens = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, streamer=_Streamer(tokenizer, output), **sampling
+            **inputs, max_new_tokens=max_new_tokens, streamer=_Streamer(tokenizer, output or sys.stdout), **sampling
         )
     return tokenizer.decode(tokens[0], skip_special_tokens=True)

@@ -1,7 +1,7 @@
 """Run `lr-attnres` commands as a user does, in a process of their own with a Hub of their own.
 
-Importing torch and transformers takes longer than most commands. So one process serves many of them, and loads a folder
-in a clean process once for the same contents.
+Importing torch and transformers takes longer than most commands. So one process serves many of them, and loads
+a folder in a clean process once for the same contents.
 """
 
 import json

@@ -232,7 +232,9 @@ class Handler(BaseHTTPRequestHandler):
         entries = []
         for path, oid in files.items():
             entry = {"type": "file", "path": path, "oid": oid, "size": len(self.server.objects[oid])}
-            entries.append(entry | ({"lfs": {"oid": oid, "size": entry["size"]}} if len(oid) == 64 else {}))
+            entries.append(
+                entry | ({"lfs": {"oid": oid, "size": entry["size"], "pointerSize": 134}} if len(oid) == 64 else {})
+            )
         self.reply(200, entries)
 
     def preupload(self, repo_id, revision, body):
