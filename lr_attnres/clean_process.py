@@ -27,7 +27,7 @@ def load_in_clean_process(folder: str | os.PathLike) -> dict[str, Any]:
         result_file = Path(scratch) / "result.pt"
         # -P: the folder of this file, full of modules with short names, stays off the import path.
         command = [sys.executable, "-P", __file__, str(Path(folder).resolve()), str(result_file)]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+        process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if process.returncode != 0:
             lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
             reason = lines[-1] if lines else f"exit code {process.returncode}"
@@ -61,7 +61,7 @@ def _probe(folder: str, result_file: str) -> None:
         tokens = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=1)
     tokenizer_size = None
     if (Path(folder) / "tokenizer_config.json").exists():
-        vocabulary = transformers.AutoTokenizer.from_pretrained(folder).get_vocab()
+        vocabulary = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True).get_vocab()
         tokenizer_size = max(vocabulary.values()) + 1
     result = {
         "missing_weights": sorted(loading["missing_keys"]),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -108,7 +108,7 @@ def _check_config(folder: Path) -> LRAttnResConfig:
         config = LRAttnResConfig.from_dict(fields)
     except PushError:
         raise
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, StrictDataclassError) as error:
         raise PushError(f"{path} is not a valid config: {' '.join(str(error).split())}") from error
     if fields.get("auto_map") != AUTO_MAP:
         raise PushError(f"{path}: auto_map does not name the code in the folder: save it with `save_pretrained`.")

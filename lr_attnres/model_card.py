@@ -178,11 +178,12 @@ def _evaluation_section(provenance: dict[str, Any]) -> str:
 def _usage_section(config: LRAttnResConfig, has_tokenizer: bool, repo_id: str | None, revision: str | None) -> str:
     auto_class = next(key for key, entry in config.auto_map.items() if entry.endswith(f".{config.architectures[0]}"))
     pin = f', revision="{revision}"' if revision else ""
-    arguments = f'"{repo_id or "path/to/this/folder"}"{pin}'
+    # The tokenizer is a plain one, but AutoTokenizer reads the config, which has code of its own.
+    arguments = f'"{repo_id or "path/to/this/folder"}"{pin}, trust_remote_code=True'
     lines = [
         f"from transformers import {auto_class}{', AutoTokenizer' if has_tokenizer else ''}",
         "",
-        f"model = {auto_class}.from_pretrained({arguments}, trust_remote_code=True)",
+        f"model = {auto_class}.from_pretrained({arguments})",
     ]
     if has_tokenizer:
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")

@@ -51,6 +51,7 @@ class Result:
 def hub_environment(url: str, home: Path, **more: str) -> dict[str, str]:
     """The environment of a user of the Hub at `url` with an empty cache; the client reads it when it is imported."""
     dropped = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_TOKEN", "PYTHONPATH")
+    dropped += ("HF_HUB_DISABLE_PROGRESS_BARS",)
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     return environment | {
         "HF_ENDPOINT": url,

@@ -61,7 +61,10 @@ def test_snippet(tmp_path):
     assert '"owner/name", revision="contents-0123", trust_remote_code=True)' in text
     assert "AutoTokenizer" not in text  # there is none
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert 'AutoTokenizer.from_pretrained("path/to/this/folder")' in card_of(tmp_path, small_config()).text
+    assert (
+        'AutoTokenizer.from_pretrained("path/to/this/folder", trust_remote_code=True)'
+        in card_of(tmp_path, small_config()).text
+    )
     heads = card_of(tmp_path, small_config(architectures=["LRAttnResForTokenClassification"]))
     assert heads.data.pipeline_tag == "token-classification"
     assert "AutoModelForTokenClassification.from_pretrained" in heads.text and "generate" not in heads.text
