@@ -1,6 +1,7 @@
 """Transformers' own OpenAI-compatible server, for our models."""
 
 import transformers
+from transformers.utils.import_utils import is_serve_available
 
 from . import modeling_lr_attnres
 
@@ -21,10 +22,10 @@ def serve(
     Continuous batching answers many requests together; its cache takes most of the memory unless `cb_num_blocks` and
     `cb_max_batch_tokens` bound it.
     """
-    try:
-        from transformers.cli.serve import Serve
-    except ImportError as error:
-        raise ImportError(f"serving needs `pip install lr-attnres[serve]`: {error}") from error
+    if not is_serve_available():
+        raise ImportError("serving needs fastapi, uvicorn and openai: pip install lr-attnres[serve]")
+    from transformers.cli.serve import Serve
+
     # The server looks architectures up by name in `transformers`.
     for name in modeling_lr_attnres.__all__:
         setattr(transformers, name, getattr(modeling_lr_attnres, name))

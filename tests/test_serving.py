@@ -91,3 +91,9 @@ def test_folder_that_cannot_be_served(tmp_path, capsys):
     assert cli.main(["serve", str(tmp_path / "absent")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("Error: ") and "absent" in error
+
+
+def test_without_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr("lr_attnres.serving.is_serve_available", lambda: False)
+    assert cli.main(["serve", "owner/name"]) == 1
+    assert "pip install lr-attnres[serve]" in capsys.readouterr().err
