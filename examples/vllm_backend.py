@@ -41,7 +41,7 @@ def attention_of_the_engine(module, query, key, value, attention_mask, attention
 def check(folder: str) -> dict[str, bool]:
     """Each condition and whether it holds."""
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder).eval()
+    model = AutoModel.from_pretrained(folder, dtype=torch.float64)  # so that "the same" can be strict
     tokens = torch.arange(12).unsqueeze(0) % config.vocab_size
     positions = torch.arange(12).unsqueeze(0)
     expected = model(tokens, position_ids=positions, use_cache=False).last_hidden_state
@@ -56,7 +56,7 @@ def check(folder: str) -> dict[str, bool]:
         "auto_map names the bare model": "AutoModel" in config.auto_map,
         "the model declares the attention interface": model._supports_attention_backend,
         "every layer used the engine's attention, once": all(layer.calls == 1 for layer in layers.values()),
-        "the output is the same": torch.allclose(output, expected, atol=1e-5),
+        "the output is the same": torch.allclose(output, expected, rtol=0, atol=1e-8),
         "attention is marked causal": all(layer.self_attn.is_causal for layer in model.layers),
         "tensor parallelism covers every projection": {n for n in linear if n.startswith("layers.0.")} <= sharded,
     }

@@ -76,7 +76,8 @@ def _explain_answer(error: HfHubHTTPError, repo_id: str, revision: str | None) -
         return f"{said}: your token may not write to {repo_id}; use one with write permission for it."
     if status >= 500:
         return f"{said}: the server is in trouble; run the same command again later."
-    return f"{said} to {error.request.method} {error.request.url.path}."
+    request = error.response.request
+    return f"{said} to {request.method} {request.url.path}."
 
 
 def _first_line(value: object) -> str:
