@@ -102,13 +102,13 @@ def _check_config(folder: Path) -> LRAttnResConfig:
         raise PushError(f"{path} is missing: save the model with `save_pretrained`.")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        model_type = fields.get("model_type")
-        if model_type != LRAttnResConfig.model_type:
-            raise PushError(f"{path}: model_type is {model_type!r}, not {LRAttnResConfig.model_type!r}.")
+    except ValueError as error:
+        raise PushError(f"{path} is not JSON: {error}.") from error
+    if fields.get("model_type") != LRAttnResConfig.model_type:
+        raise PushError(f"{path}: model_type is {fields.get('model_type')!r}, not {LRAttnResConfig.model_type!r}.")
+    try:
         config = LRAttnResConfig.from_dict(fields)
-    except PushError:
-        raise
-    except (ValueError, AttributeError, TypeError, StrictDataclassError) as error:
+    except (StrictDataclassError, TypeError, ValueError) as error:
         raise PushError(f"{path} is not a valid config: {' '.join(str(error).split())}") from error
     if fields.get("auto_map") != AUTO_MAP:
         raise PushError(f"{path}: auto_map does not name the code in the folder: save it with `save_pretrained`.")
@@ -168,7 +168,7 @@ def push(
 
     Args:
         folder: what `save_pretrained` wrote.
-        repo_id: `owner/name`; created if it does not exist.
+        repo_id: `owner/name`, or a name of the token's own; created if it does not exist.
         private: visibility of a repository that is created.
         revision: the branch to commit to, `main` by default; created if it does not exist.
         create_pr: open a pull request instead of committing.
@@ -180,6 +180,9 @@ def push(
     _check_target(repo_id, revision, create_pr)
     if not dry_run and token is None and get_token() is None:
         raise HubError("there is no Hub token: run `hf auth login`, set HF_TOKEN or give --token.")
+    if not dry_run and "/" not in repo_id:
+        with clear_hub_errors(repo_id):
+            repo_id = f"{api.whoami()['name']}/{repo_id}"
     staged = stage_folder(folder, check_folder(folder), repo_id, tags)
     if dry_run:
         print(_describe(staged, repo_id, revision or "main"))
@@ -194,11 +197,9 @@ def push(
             revision=revision,
             create_pr=create_pr,
         )
-    if create_pr:
-        return commit.pr_url
     if staged.revision_tag is not None:
         _tag(api, repo.id, commit.oid, staged.revision_tag)
-    return commit.commit_url
+    return commit.pr_url or commit.commit_url
 
 
 def _check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:

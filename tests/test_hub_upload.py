@@ -206,6 +206,19 @@ def test_branch_and_pull_request(hub, run, folder):
     assert hub.files("writer/name", "main") == {} and "config.json" in hub.files("writer/name", "refs/pr/1")
 
 
+def test_name_without_an_owner(hub, run, folder):
+    assert run("push", "name", folder, *WRITER).code == 0
+    assert '"writer/name", revision=' in hub.files("writer/name")["README.md"].decode()
+    assert_refused(run("push", "name", folder, "--token", "hf_wrong"), "401", "token is missing or wrong")
+
+
+def test_card_of_ones_own_is_sent_as_it_is(hub, run, folder):
+    (folder / "README.md").write_text("# Mine\n")
+    assert run("push", "writer/name", folder, *WRITER).code == 0
+    assert hub.files("writer/name")["README.md"] == b"# Mine\n"
+    assert set(hub.repo("writer/name").refs) == {"main"}
+
+
 def test_dry_run_sends_nothing(hub, run, folder):
     (folder / "optimizer.pt").write_bytes(b"a pickle")
     result = run("push", "writer/name", folder, "--dry-run")
@@ -355,7 +368,7 @@ def poison(weights):
 BAD_FOLDERS = [
     (shutil.rmtree, "is not a folder"),
     (lambda folder: (folder / "config.json").unlink(), "config.json is missing: save the model"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json is not a valid config"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
     (lambda folder: edit_json(folder / "config.json", model_type="llama"), "model_type is 'llama', not 'lr_attnres'"),
     (lambda folder: edit_json(folder / "config.json", depth_key_rank=0), "config.json is not a valid config.*rank"),
     (lambda folder: edit_json(folder / "config.json", auto_map={}), "auto_map does not name the code"),
