@@ -11,6 +11,9 @@ from .clean_process import CleanProcessError
 from .hub_errors import HubError, explain_os_error
 
 
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="lr-attnres", description="Low-Rank Attention Residuals.")
@@ -51,7 +54,7 @@ def _convert(parser: argparse.ArgumentParser) -> Callable:
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in the file")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as in the file")
     parser.add_argument("--max-shard-size", default="5GB", help="split larger models (default: %(default)s)")
     parser.add_argument("--tokenizer", help="a cl100k_base.tiktoken file, or a folder or repository with a tokenizer")
     parser.add_argument("--verify", action="store_true", help="load the result in a fresh process, compare logits")
@@ -120,7 +123,7 @@ def _serve(parser: argparse.ArgumentParser) -> Callable:
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, ... (default: as saved)")
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="default: as saved")
 
 
 # name -> what it does, an example, and the function that adds its arguments and returns what to call

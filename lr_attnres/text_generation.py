@@ -36,10 +36,14 @@ def generate_text(
     """
     if not prompt:
         raise ValueError("--prompt is empty; give the model something to continue.")
+    if temperature < 0:
+        raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or above.")
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, revision=revision, token=token, device_map=device, dtype=dtype
-    )
+    model = AutoModelForCausalLM.from_pretrained(source, revision=revision, token=token, dtype=dtype)
+    try:
+        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device)
+    except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device
+        raise ValueError(f"--device {device}: {error}") from error
     sampling = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}

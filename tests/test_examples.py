@@ -43,9 +43,9 @@ def test_vllm_backend(variant, tmp_path):
 
 
 @torch.no_grad()
-def test_lm_eval_harness(tmp_path):
+def test_lm_eval_harness(tmp_path, monkeypatch):
     """The harness chooses what the summed log-probabilities of our own logits choose."""
-    sys.path.insert(0, str(EXAMPLES))
+    monkeypatch.syspath_prepend(EXAMPLES)
     model, tokenizer = save_text_model(tmp_path), byte_tokenizer()
     result = json.loads(run_example("lm_eval_harness.py", tmp_path).splitlines()[-1])
 

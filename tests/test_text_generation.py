@@ -54,6 +54,10 @@ def test_command(model, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(PROMPT)
     assert cli.main(["generate", str(tmp_path), "--prompt", ""]) == 1
     assert capsys.readouterr().err == "Error: --prompt is empty; give the model something to continue.\n"
+    assert cli.main([*arguments, "--device", "abacus"]) == 1
+    assert "Error: --device abacus: " in capsys.readouterr().err
+    assert cli.main([*arguments, "--temperature", "-1"]) == 1
+    assert "Error: --temperature is -1.0; it must be 0" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer(tmp_path, capsys):
