@@ -6,6 +6,9 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").read_text()).group(1)
+TOKENIZER = ["tiktoken>=0.14"]
+SERVE = ["accelerate>=1.15", "fastapi", "openai>=2", "pydantic>=2", "rich", "starlette", "uvicorn"]
+EVAL = ["lm_eval>=0.4.13", "datasets>=5.2"]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7"]
 
 setup(
@@ -16,6 +19,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["lr_attnres", "lr_attnres.*"]),
+    entry_points={"console_scripts": ["lr-attnres = lr_attnres.cli:main"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13",
@@ -26,7 +30,10 @@ setup(
     extras_require={
         "train": ["accelerate>=1.15", "datasets>=5.2"],
         "peft": ["peft>=0.21"],
-        "dev": [*TEST, "accelerate>=1.15", "ruff>=0.17"],
+        "tokenizer": TOKENIZER,
+        "serve": SERVE,
+        "eval": EVAL,
+        "dev": [*TEST, *TOKENIZER, *SERVE, *EVAL, "accelerate>=1.15", "ruff>=0.17"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

@@ -10,6 +10,7 @@ from transformers import (
 )
 
 from .configuration_lr_attnres import LRAttnResConfig
+from .hub_upload import push_model
 from .modeling_lr_attnres import (
     LRAttnResForCausalLM,
     LRAttnResForQuestionAnswering,
@@ -21,6 +22,9 @@ from .modeling_lr_attnres import (
 
 
 __version__ = "0.1.0"
+
+# Here and not in the modeling file, which travels to the Hub without the rest of the package.
+LRAttnResPreTrainedModel.push_to_hub = push_model
 
 AutoConfig.register("lr_attnres", LRAttnResConfig)
 AutoModel.register(LRAttnResConfig, LRAttnResModel)

@@ -9,17 +9,27 @@ import os
 import pickle
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoTokenizer
+from transformers.utils import logging
 
+from .clean_process import CleanProcessError, load_in_clean_process, probe_tokens
 from .configuration_lr_attnres import LRAttnResConfig
+from .hub_errors import explain_os_error
+from .model_card import model_card, write_provenance
 from .modeling_lr_attnres import LRAttnResForCausalLM
+from .released_source import ConversionError, find_released_file
+from .tokenizer import CL100K_VOCAB_SIZE, END_OF_TEXT, SPECIAL_TOKENS, TokenizerError, cl100k_tokenizer
 
 
-CL100K_VOCAB_SIZE, CL100K_END_OF_TEXT = 100_277, 100_257
+logger = logging.get_logger(__name__)
 
 REQUIRED = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
 # The other options that change the maths and can be expressed, with what a file that lacks them means.
@@ -65,10 +75,6 @@ WITHOUT_EFFECT = {
 }
 
 
-class ConversionError(ValueError):
-    """A released checkpoint that cannot be converted; the message names the option, tensor or file."""
-
-
 def load_released_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """The contents of a released file, its tensors memory-mapped; no code in it is ever run."""
     path = Path(path)
@@ -101,7 +107,7 @@ def released_config(model_args: dict[str, Any], intermediate_size: int) -> LRAtt
     _check_choice(args, "attnres_type", ("full", "block"))
     _check_choice(args, "lrid_num_heads", (1,))
 
-    end_of_text = CL100K_END_OF_TEXT if args["vocab_size"] == CL100K_VOCAB_SIZE else None
+    end_of_text = SPECIAL_TOKENS[END_OF_TEXT] if args["vocab_size"] == CL100K_VOCAB_SIZE else None
     fields = dict(
         vocab_size=args["vocab_size"],
         hidden_size=args["n_embd"],
@@ -182,6 +188,8 @@ class _ReleasedTensors:
         if name not in self.tensors:
             raise ConversionError(f"The checkpoint lacks the tensor {name} of shape {list(shape)}.")
         tensor = self.tensors.pop(name)
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise ConversionError(f"{name} is not a tensor of floating-point numbers.")
         if tuple(tensor.shape) != shape:
             raise ConversionError(f"The tensor {name} has shape {list(tensor.shape)}; expected {list(shape)}.")
         return tensor
@@ -189,7 +197,7 @@ class _ReleasedTensors:
     def intermediate_size(self) -> int:
         """For files that give `mlp_ratio` alone: the first feed-forward weight holds an up and a gate half."""
         name = "transformer.layers.0.mlp.fc1.weight"
-        if name not in self.tensors:
+        if not isinstance(self.tensors.get(name), torch.Tensor):
             raise ConversionError(f"The checkpoint lacks the tensor {name}.")
         return self.tensors[name].shape[0] // 2
 
@@ -238,7 +246,9 @@ def converted_state_dict(
         name = "transformer.lrid_embedding_key.proj.weight"
         result["model.depth_embedding_key.weight"] = tensors.take(name, rank, hidden)
     if config.tie_word_embeddings:
-        tensors.tensors.pop("lm_head.weight", None)
+        head = tensors.tensors.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, result["model.embed_tokens.weight"]):
+            raise ConversionError("`model_args` has weight_tying=True, but lm_head.weight is not the embedding.")
     else:
         result["lm_head.weight"] = tensors.take("lm_head.weight", vocab, hidden)
     if tensors.tensors:
@@ -246,33 +256,153 @@ def converted_state_dict(
     return result
 
 
+def read_released_file(path: str | os.PathLike) -> tuple[LRAttnResConfig, dict[str, torch.Tensor], dict[str, Any]]:
+    """Config, state dict and the rest (step, tokens) of a released file; most tensors still lie in the mapped file."""
+    checkpoint = load_released_checkpoint(path)
+    tensors = _ReleasedTensors(checkpoint.pop("model"))
+    model_args = checkpoint.pop("model_args")
+    config = released_config(model_args, tensors.intermediate_size())
+    return config, converted_state_dict(tensors, config, _projection_rank(model_args, config)), checkpoint
+
+
+def _projection_rank(model_args: dict[str, Any], config: LRAttnResConfig) -> int:
+    rank = model_args.get("lrid_projection_rank") or config.depth_key_rank
+    if not isinstance(rank, int) or rank < config.depth_key_rank:
+        raise ConversionError(
+            f"`model_args` has lrid_projection_rank={rank!r}; it must be a number not below lrid_rank = "
+            f"{config.depth_key_rank}."
+        )
+    return rank
+
+
 def load_released_model(source: str | os.PathLike) -> LRAttnResForCausalLM:
     """The model of a released `.pt` file."""
-    checkpoint = load_released_checkpoint(source)
-    tensors = _ReleasedTensors(checkpoint["model"])
-    config = released_config(checkpoint["model_args"], tensors.intermediate_size())
-    projection_rank = checkpoint["model_args"].get("lrid_projection_rank") or config.depth_key_rank
-    state_dict = converted_state_dict(tensors, config, projection_rank)
+    config, state_dict, _ = read_released_file(source)
     dtype = state_dict["model.embed_tokens.weight"].dtype
     return LRAttnResForCausalLM.from_pretrained(None, config=config, state_dict=state_dict, dtype=dtype)
 
 
-def convert_released_checkpoint(source: str | os.PathLike, output_dir: str | os.PathLike) -> Path:
-    """Convert a released `.pt` file into a folder that `from_pretrained` loads; returns the folder.
+def convert_released_checkpoint(
+    source: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    *,
+    filename: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str = "5GB",
+    tokenizer: str | os.PathLike | None = None,
+    verify: bool = False,
+) -> Path:
+    """Convert a released checkpoint into a folder that `from_pretrained` loads and `push` sends; returns the folder.
 
     The folder appears complete or not at all.
+
+    Args:
+        source: a `.pt` file, a folder of them, or a Hub repository (see `find_released_file` for the next three).
+        dtype: of the weights, as in the file by default; the queries stay float32.
+        max_shard_size: a model above this size is split into several files.
+        tokenizer: a `cl100k_base.tiktoken` file, or a folder or Hub repository with a tokenizer. By default a model
+            with the vocabulary of cl100k_base gets its ranks from tiktoken, and others get none.
+        verify: load the result in a fresh process and compare its logits with those of the source.
     """
     output_dir = Path(output_dir)
     if output_dir.exists():
         raise ConversionError(f"{output_dir} exists already; choose a folder that does not.")
-    model = load_released_model(source)
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))
+    path = find_released_file(source, filename, revision, token)
+    config, state_dict, rest = read_released_file(path)
+    config.dtype = dtype or state_dict["model.embed_tokens.weight"].dtype
+    with staged_folder(output_dir) as staging:
+        _add_tokenizer(staging, config, tokenizer)
+        expected = _probe_logits(config, state_dict) if verify else None
+        _write_model(staging, config, state_dict, max_shard_size)
+        _write_card(staging, config, output_dir.name, _describe_source(source, path), rest)
+        if verify:
+            _compare_logits(staging, expected)
+    return output_dir
+
+
+@contextmanager
+def staged_folder(output_dir: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `output_dir` if all goes well and vanishes if not."""
     try:
-        model.save_pretrained(staging)
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))
+    except OSError as error:
+        raise ConversionError(f"{output_dir} cannot be written: {explain_os_error(error)}") from error
+    try:
+        yield staging
         staging.chmod(0o755)
         staging.rename(output_dir)
-    except BaseException:
+    except (OSError, SafetensorError) as error:
+        reason = explain_os_error(error) if isinstance(error, OSError) else error
+        raise ConversionError(f"{output_dir} cannot be written: {reason}") from error
+    finally:
         shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return output_dir
+
+
+def _write_model(folder: Path, config: LRAttnResConfig, state_dict: dict[str, torch.Tensor], shard_size: str) -> None:
+    """Weights go from the mapped file to the disk; at most one copy of the model is made on the way, in its dtype."""
+    with torch.device("meta"):
+        model = LRAttnResForCausalLM(config).to(config.dtype)
+    model.generation_config.pad_token_id = config.eos_token_id
+    for name, tensor in state_dict.items():
+        state_dict[name] = tensor.to(torch.float32 if "depth_queries" in name else config.dtype)
+    try:
+        model.save_pretrained(folder, state_dict=state_dict, max_shard_size=shard_size)
+    except ValueError as error:
+        raise ConversionError(f"--max-shard-size {shard_size}: {error}") from error
+
+
+def _add_tokenizer(folder: Path, config: LRAttnResConfig, source: str | os.PathLike | None) -> None:
+    if source is None and config.vocab_size != CL100K_VOCAB_SIZE:
+        logger.warning(f"No tokenizer was written: {config.vocab_size} tokens are not cl100k_base. Give --tokenizer.")
+        return
+    try:
+        if source is None or Path(source).is_file():
+            tokenizer = cl100k_tokenizer(source, model_max_length=config.max_position_embeddings)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    except TokenizerError as error:
+        if source is not None:
+            raise ConversionError(f"--tokenizer: {error}") from error
+        logger.warning(f"No tokenizer was written: {error}")
+        return
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"--tokenizer {source}: {str(error).splitlines()[0]}") from error
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size > config.vocab_size:
+        raise ConversionError(f"--tokenizer {source} has {size} tokens, the model {config.vocab_size}.")
+    tokenizer.save_pretrained(folder)
+
+
+def _describe_source(source: str | os.PathLike, path: Path) -> str:
+    """For the card, which is public: a Hub name, or a file name without the folders of this machine."""
+    if path == Path(source):
+        return path.name
+    return f"{Path(source).name if Path(source).is_dir() else source}, {path.name}"
+
+
+def _write_card(folder: Path, config: LRAttnResConfig, name: str, source: str, rest: dict[str, Any]) -> None:
+    step, tokens = rest.get("step"), rest.get("tokens_processed")
+    step, tokens = (int(value) if isinstance(value, int | float) else None for value in (step, tokens))
+    write_provenance(folder, source=source, step=step, tokens=tokens)
+    model_card(folder, config, name).save(folder / "README.md")
+
+
+@torch.no_grad()
+def _probe_logits(config: LRAttnResConfig, state_dict: dict[str, torch.Tensor]) -> torch.Tensor:
+    model = LRAttnResForCausalLM.from_pretrained(None, config=config, state_dict=dict(state_dict), dtype=config.dtype)
+    return model(probe_tokens(config.vocab_size)[:, : config.max_position_embeddings - 1]).logits
+
+
+def _compare_logits(folder: Path, expected: torch.Tensor) -> None:
+    """Same weights, dtype and kernels: only the split of the work over threads may differ between the processes."""
+    try:
+        logits = load_in_clean_process(folder)["output"]
+    except CleanProcessError as error:
+        raise ConversionError(f"The result cannot be verified: {error}") from error
+    difference = (logits - expected).abs().max().item() / expected.abs().max().item()
+    tolerance = 2e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 2e-5
+    if not difference <= tolerance:  # NaN is not
+        raise ConversionError(f"The result's logits differ from the source's by {difference:.1e} of the largest.")

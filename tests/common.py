@@ -1,6 +1,9 @@
 """What the tests share: the variants, small configs, and models with no parameter at its initial value."""
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
 
@@ -55,3 +58,32 @@ def small_model(variant: str = "sliced_block", model_class=LRAttnResForCausalLM,
 
 def random_tokens(*shape: int, vocab_size: int = SIZES["vocab_size"]) -> torch.Tensor:
     return torch.randint(3, vocab_size, shape)
+
+
+BYTE_VOCAB_SIZE = 257
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and one that ends a text: a tokenizer that needs no file, with a chat template."""
+    letters = [*bytes_to_unicode().values(), "<|end|>"]
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=template
+    )
+
+
+def save_text_model(folder, variant: str = "sliced_block", **overrides) -> LRAttnResForCausalLM:
+    """A small model and its tokenizer, saved together; it never ends a text, so that lengths are known."""
+    model = small_model(variant, vocab_size=BYTE_VOCAB_SIZE, max_position_embeddings=256, **overrides)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = BYTE_VOCAB_SIZE - 1
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return model

@@ -1,14 +1,23 @@
 """The author's eleven reference checkpoints are the oracle; everything that cannot be expressed is refused by name."""
 
+import errno
+import json
 import math
+import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from common import byte_tokenizer
+from fetched import cl100k_ranks
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lr_attnres import LRAttnResForCausalLM
+from lr_attnres import LRAttnResForCausalLM, cli, conversion
 from lr_attnres.conversion import ConversionError, convert_released_checkpoint, load_released_model
+from lr_attnres.tokenizer import CL100K_VOCAB_SIZE
 
 
 REFERENCES = Path(__file__).parent / "data/reference_checkpoints"
@@ -174,6 +183,9 @@ BROKEN = [
     (lambda checkpoint: checkpoint.pop("model_args"), "no dict `model_args`"),
     (lambda checkpoint: checkpoint["model_args"].update(lrid_rank=0), "depth_key_rank"),
     (lambda checkpoint: checkpoint["model_args"].update(n_layer="4"), "num_hidden_layers"),
+    (lambda checkpoint: checkpoint["model_args"].update(weight_tying=True), "lm_head.weight is not the embedding"),
+    (lambda checkpoint: checkpoint["model"].update({"lm_head.weight": 3}), "lm_head.weight is not a tensor"),
+    (lambda checkpoint: checkpoint["model_args"].update(lrid_projection_rank=4), "lrid_projection_rank=4"),
 ]
 
 
@@ -214,3 +226,119 @@ def test_existing_output_is_left_alone(tmp_path):
     with pytest.raises(ConversionError, match="exists already"):
         convert_released_checkpoint(REFERENCES / "baseline.pt", tmp_path / "output")
     assert list((tmp_path / "output").iterdir()) == []
+
+
+# The folder
+
+
+def test_dtype_and_shards(tmp_path):
+    source = REFERENCES / "plr_block3_r8.pt"
+    folder = convert_released_checkpoint(source, tmp_path / "half", dtype=torch.bfloat16, max_shard_size="50KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    queries = model.model.depth_queries.weight
+    assert model.dtype == torch.bfloat16 and queries.dtype == torch.float32
+    exact = load_released_model(source).model.depth_queries.weight
+    assert torch.equal(queries, exact) and not torch.equal(exact, exact.bfloat16().float())
+    for name in folder.glob("*.safetensors"):
+        for key, tensor in load_file(name).items():
+            assert tensor.dtype == (torch.float32 if "depth_queries" in key else torch.bfloat16)
+    with pytest.raises(ConversionError, match="--max-shard-size 50 lorries"):
+        convert_released_checkpoint(source, tmp_path / "bad", max_shard_size="50 lorries")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["half"]
+
+
+def test_card_names_the_source_without_the_folders_of_this_machine(tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.copy(REFERENCES / "slr_full_r8.pt", tmp_path / "run/ckpt_step:123.pt")
+    card = (convert_released_checkpoint(tmp_path / "run", tmp_path / "model") / "README.md").read_text()
+    assert "| converted from | run, ckpt_step:123.pt |" in card
+    assert "| training step | 123 |" in card and "| training tokens | 503,808 |" in card
+    assert str(tmp_path) not in card
+
+
+def full_vocabulary(checkpoint):
+    checkpoint["model_args"]["vocab_size"] = CL100K_VOCAB_SIZE
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        checkpoint["model"][name] = torch.randn(CL100K_VOCAB_SIZE, 32)
+
+
+def test_tokenizer_of_the_released_models(tmp_path, monkeypatch):
+    source = edited(tmp_path, edit=full_vocabulary)
+    folder = convert_released_checkpoint(source, tmp_path / "given", tokenizer=cl100k_ranks())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("Hello world")["input_ids"] == [9906, 1917] and tokenizer.model_max_length == 64
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == settings["pad_token_id"] == tokenizer.eos_token_id == 100_257
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cl100k_ranks().parent))
+    folder = convert_released_checkpoint(source, tmp_path / "from_tiktoken")
+    assert (folder / "tokenizer.json").exists()
+
+
+def test_tokenizers_that_are_absent_or_do_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr("requests.get", Mock(side_effect=ConnectionError))
+    monkeypatch.setattr("lr_attnres.conversion.logger", (logger := Mock()))
+    folder = convert_released_checkpoint(edited(tmp_path, edit=full_vocabulary), tmp_path / "without")
+    assert not (folder / "tokenizer.json").exists()
+    assert "No tokenizer was written: tiktoken could not download" in logger.warning.call_args.args[0]
+
+    source = REFERENCES / "baseline.pt"
+    convert_released_checkpoint(source, tmp_path / "small")
+    assert "97 tokens are not cl100k_base" in logger.warning.call_args.args[0]
+    byte_tokenizer().save_pretrained(tmp_path / "bytes")
+    for tokenizer, message in [
+        (tmp_path / "bytes", "has 257 tokens, the model 97"),
+        (tmp_path / "absent", "--tokenizer .*absent"),
+        (source, "--tokenizer: .*baseline.pt is not cl100k_base.tiktoken"),
+    ]:
+        with pytest.raises(ConversionError, match=message):
+            convert_released_checkpoint(source, tmp_path / "output", tokenizer=tokenizer)
+    assert not (tmp_path / "output").exists()
+
+
+def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch):
+    source = REFERENCES / "slr_full_r8.pt"
+    write = conversion._write_model
+
+    def write_wrongly(folder, config, state_dict, shard_size):
+        state_dict["model.layers.0.mlp.up_proj.weight"] = -state_dict["model.layers.0.mlp.up_proj.weight"]
+        write(folder, config, state_dict, shard_size)
+
+    monkeypatch.setattr(conversion, "_write_model", write_wrongly)
+    with pytest.raises(ConversionError, match="logits differ from the source's by .* of the largest"):
+        convert_released_checkpoint(source, tmp_path / "output", verify=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verification_in_half_precision(tmp_path):
+    folder = convert_released_checkpoint(
+        REFERENCES / "attnres_block3.pt", tmp_path / "half", dtype=torch.bfloat16, verify=True
+    )
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: free some space"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on device"),
+    ],
+    ids=["config", "weights"],
+)
+def test_full_disk_leaves_nothing_behind(error, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LRAttnResForCausalLM, "save_pretrained", Mock(side_effect=error))
+    assert cli.main(["convert", str(REFERENCES / "baseline.pt"), str(tmp_path / "output")]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"Error: {tmp_path}/output cannot be written: ") and message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_errors_are_one_line(tmp_path, capsys):
+    refused = with_args(tmp_path, lrid_input_dependent_query=True)
+    assert cli.main(["convert", str(refused), str(tmp_path / "output")]) == 1
+    assert capsys.readouterr().err == (
+        "Error: `model_args` has lrid_input_dependent_query=True, which this model cannot express.\n"
+    )
+    assert not (tmp_path / "output").exists()

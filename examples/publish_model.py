@@ -1,0 +1,32 @@
+"""Check a saved folder and show what `lr-attnres push` would send, card included; no account needed.
+
+python examples/publish_model.py [FOLDER]      (without FOLDER: a tiny random model)
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tiny_model import save_tiny_model
+
+from lr_attnres import LRAttnResConfig
+from lr_attnres.hub_upload import push
+from lr_attnres.model_card import model_card, write_provenance
+
+
+def main(folder: str) -> None:
+    # What `push` cannot know. `lr-attnres convert` writes this file too.
+    if not (Path(folder) / "provenance.json").exists():
+        write_provenance(folder, license="apache-2.0", language=["en"], recipe={"weights": "random"})
+    push(folder, "owner/name", dry_run=True)
+    print("\nThe card:\n")
+    print(model_card(folder, LRAttnResConfig.from_pretrained(folder), "name", "owner/name"))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            save_tiny_model(folder)
+            main(folder)

@@ -1,0 +1,45 @@
+"""A tiny random model with a byte-level tokenizer, saved to a folder: something for the other examples to work on.
+
+python examples/tiny_model.py outputs/tiny
+"""
+
+import sys
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
+from lr_attnres.tokenizer import CHAT_TEMPLATE
+
+
+def save_tiny_model(folder: str) -> None:
+    vocabulary = {letter: index for index, letter in enumerate([*bytes_to_unicode().values(), "<|end|>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=CHAT_TEMPLATE
+    ).save_pretrained(folder)
+
+    config = LRAttnResConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        num_depth_blocks=4,
+        depth_key_rank=16,
+        eos_token_id=vocabulary["<|end|>"],
+        pad_token_id=vocabulary["<|end|>"],
+    )
+    LRAttnResForCausalLM(config).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/tiny_model.py FOLDER")
+    save_tiny_model(sys.argv[1])
+    print(f"saved a tiny model in {sys.argv[1]}")

@@ -1,0 +1,155 @@
+"""The command line: each command parses its arguments and calls one Python function."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+
+from . import __version__
+from .clean_process import CleanProcessError
+from .hub_errors import HubError, explain_os_error
+
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="lr-attnres", description="Low-Rank Attention Residuals.")
+    parser.add_argument("--version", action="version", version=f"lr-attnres {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (summary, example, add_arguments) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=add_arguments(command))
+    options = vars(parser.parse_args(arguments))
+    try:
+        options.pop("run")(**options)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except OSError as error:
+        return _fail(explain_os_error(error))
+    except (ValueError, ImportError, HubError, CleanProcessError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"Error: {' '.join(message.split())}", file=sys.stderr)
+    return 1
+
+
+def _convert(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("source", metavar="SOURCE", help="a .pt file, a folder of them, or a Hub repository")
+    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder to create")
+    parser.add_argument(
+        "--filename", help="the file of a folder or repository; default: final_model.pt, else the last"
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as in the file")
+    parser.add_argument("--max-shard-size", default="5GB", help="split larger models (default: %(default)s)")
+    parser.add_argument("--tokenizer", help="a cl100k_base.tiktoken file, or a folder or repository with a tokenizer")
+    parser.add_argument("--verify", action="store_true", help="load the result in a fresh process, compare logits")
+
+    def run(dtype, **options):
+        from .conversion import convert_released_checkpoint
+
+        print(convert_released_checkpoint(dtype=dtype and getattr(torch, dtype), **options))
+
+    return run
+
+
+def _push(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("repo_id", metavar="REPO_ID", help="owner/name; created if it does not exist")
+    parser.add_argument("folder", metavar="FOLDER", help="a folder written by `save_pretrained` or `convert`")
+    parser.add_argument("--private", action=argparse.BooleanOptionalAction, help="visibility of a new repository")
+    parser.add_argument("--revision", help="branch to commit to (default: main)")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
+    parser.add_argument("--commit-message", help="first line of the commit")
+    parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
+    parser.add_argument("--dry-run", action="store_true", help="check the folder and show what would be sent")
+
+    def run(**options):
+        from .hub_upload import push
+
+        print(push(**options))
+
+    return run
+
+
+def _generate(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("source", metavar="FOLDER_OR_REPO")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="when sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    _add_model_arguments(parser)
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
+
+    def run(**options):
+        from .text_generation import generate_text
+
+        generate_text(**options)
+
+    return run
+
+
+def _serve(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("source", metavar="FOLDER_OR_REPO")
+    parser.add_argument("--host", default="localhost", help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    _add_model_arguments(parser)
+    parser.add_argument("--continuous-batching", action="store_true", help="answer many requests together")
+    parser.add_argument("--cb-num-blocks", type=int, help="blocks of its key-value cache; default: most of the memory")
+    parser.add_argument("--cb-max-batch-tokens", type=int, help="tokens of one of its batches")
+
+    def run(**options):
+        from .serving import serve
+
+        serve(**options)
+
+    return run
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="default: as saved")
+
+
+# name -> what it does, an example, and the function that adds its arguments and returns what to call
+COMMANDS = {
+    "convert": (
+        "Convert a released training checkpoint into a folder for from_pretrained and push.",
+        "lr-attnres convert final_model.pt outputs/model --dtype bfloat16 --verify",
+        _convert,
+    ),
+    "push": (
+        "Check a saved folder and send it to the Hub in one commit.",
+        "lr-attnres push owner/name outputs/model --private",
+        _push,
+    ),
+    "generate": (
+        "Continue a prompt, printing the text as it is made.",
+        'lr-attnres generate outputs/model --prompt "The sea is" --max-new-tokens 32',
+        _generate,
+    ),
+    "serve": (
+        "Serve a model with an OpenAI-compatible API.",
+        "lr-attnres serve outputs/model --port 8000 --continuous-batching --cb-num-blocks 64",
+        _serve,
+    ),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The model card of a saved folder: what the variant is, what it costs, where it comes from, how to load it."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from .configuration_lr_attnres import LRAttnResConfig
+from .cost import depth_cost
+
+
+PROVENANCE_FILE = "provenance.json"
+# What a folder may say about its origin; all of it optional, all of it shown in the card.
+PROVENANCE_FIELDS = {
+    "source": str,  # the file or repository it was made from
+    "step": int,
+    "tokens": int,
+    "license": str,
+    "language": list,  # of codes such as "en"
+    "datasets": list,  # of Hub names
+    "recipe": dict,  # setting -> value
+    "evaluation": list,  # of {"dataset": ..., "metric": ..., "value": ...}
+}
+# A card with this line is written anew by the next push; one without it is the user's own and left alone.
+GENERATED = "<!-- Written by lr-attnres. Remove this line to keep your own changes. -->"
+PIPELINE_TAGS = {
+    "LRAttnResModel": "feature-extraction",
+    "LRAttnResForCausalLM": "text-generation",
+    "LRAttnResForSequenceClassification": "text-classification",
+    "LRAttnResForTokenClassification": "token-classification",
+    "LRAttnResForQuestionAnswering": "question-answering",
+}
+VARIANTS = {
+    "standard": "the ordinary residual sum: the baseline, without depth routing",
+    "attnres": "attention residuals: every site attends over earlier sub-layers, with the whole value as routing key",
+    "projected": "low-rank attention residuals with projected keys (P-LR): the output projections emit the routing "
+    "keys beside the values",
+    "sliced": "low-rank attention residuals with sliced keys (S-LR): the last coordinates of a value are its routing "
+    "key, without parameters of their own",
+}
+
+
+class ProvenanceError(ValueError):
+    """`provenance.json` cannot be used; the message names the field."""
+
+
+def read_provenance(folder: str | os.PathLike) -> dict[str, Any]:
+    """The validated contents of `provenance.json`; empty without the file."""
+    path = Path(folder) / PROVENANCE_FILE
+    if not path.exists():
+        return {}
+    try:
+        provenance = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ProvenanceError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(provenance, dict):
+        raise ProvenanceError(f"{path} must hold a JSON object.")
+    for name, value in provenance.items():
+        if name not in PROVENANCE_FIELDS:
+            raise ProvenanceError(f"{path} has the field {name!r}; known are {', '.join(PROVENANCE_FIELDS)}.")
+        if not isinstance(value, PROVENANCE_FIELDS[name]) or isinstance(value, bool):
+            raise ProvenanceError(f"{path}: {name} is {value!r}; expected {PROVENANCE_FIELDS[name].__name__}.")
+    for result in provenance.get("evaluation", []):
+        if not isinstance(result, dict) or set(result) != {"dataset", "metric", "value"}:
+            raise ProvenanceError(f"{path}: evaluation has {result!r}; expected dataset, metric and value.")
+    return provenance
+
+
+def write_provenance(folder: str | os.PathLike, **fields: Any) -> None:
+    """Write `provenance.json`, without the fields that are None."""
+    known = {name: value for name, value in fields.items() if value is not None}
+    (Path(folder) / PROVENANCE_FILE).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    read_provenance(folder)
+
+
+def model_card(
+    folder: str | os.PathLike,
+    config: LRAttnResConfig,
+    name: str,
+    repo_id: str | None = None,
+    revision: str | None = None,
+    tags: Iterable[str] = (),
+) -> ModelCard:
+    """The card of the model in `folder`; without `repo_id` its snippet loads from a folder."""
+    provenance = read_provenance(folder)
+    has_tokenizer = (Path(folder) / "tokenizer_config.json").exists()
+    results = [
+        EvalResult(
+            task_type=PIPELINE_TAGS[config.architectures[0]],
+            dataset_type=result["dataset"],
+            dataset_name=result["dataset"],
+            metric_type=result["metric"],
+            metric_value=result["value"],
+        )
+        for result in provenance.get("evaluation", [])
+    ]
+    metadata = ModelCardData(
+        language=provenance.get("language"),
+        license=provenance.get("license"),
+        library_name="transformers",
+        pipeline_tag=PIPELINE_TAGS[config.architectures[0]],
+        tags=["custom_code", "lr_attnres", config.residual_type, *tags],
+        datasets=provenance.get("datasets"),
+        model_name=name,
+        eval_results=results or None,
+    )
+    sections = [
+        f"# {name}",
+        GENERATED,
+        _variant_section(config),
+        _cost_section(config),
+        _origin_section(provenance),
+        _evaluation_section(provenance),
+        _usage_section(config, has_tokenizer, repo_id, revision),
+    ]
+    body = "\n\n".join(section for section in sections if section)
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n")
+
+
+def _variant_section(config: LRAttnResConfig) -> str:
+    rows = {
+        "residual": f"`{config.residual_type}`",
+        "layers, hidden size, feed-forward size": (
+            f"{config.num_hidden_layers}, {config.hidden_size}, {config.intermediate_size}"
+        ),
+        "attention heads, key-value heads": f"{config.num_attention_heads}, {config.num_key_value_heads}",
+        "vocabulary, context": f"{config.vocab_size:,}, {config.max_position_embeddings:,}",
+    }
+    if config.residual_type != "standard":
+        blocks = config.num_depth_blocks
+        rows["sources"] = "one per sub-layer (full)" if blocks is None else f"{blocks} blocks of sub-layers"
+        rows["rank of the routing keys"] = config.depth_key_rank
+    return f"A decoder-only Transformer with {VARIANTS[config.residual_type]}.\n\n" + _table(("", ""), rows.items())
+
+
+def _cost_section(config: LRAttnResConfig) -> str:
+    cost = depth_cost(config)
+    rows = {
+        "added FLOPs": f"{cost.added_flops_percent:.4f} % of the decoder's projections",
+        "multiply-adds of the reads": f"{cost.kernel_macs:,}",
+        "multiply-adds of the key projections": f"{cost.key_projection_macs:,}",
+        "multiply-adds of the decoder's projections": f"{cost.core_macs:,}",
+        "added parameters": f"{cost.added_parameters:,}",
+        "source reads": f"{cost.source_reads:,}",
+        "sources kept at once": f"{cost.retained_sources:,}",
+        "numbers kept while the layers run": f"{cost.source_cache_elements:,}",
+    }
+    text = (
+        "What depth routing adds, per token, computed from the config. Generation needs no cache beyond the usual one."
+    )
+    return f"## Cost\n\n{text}\n\n" + _table(("", "per token"), rows.items())
+
+
+def _origin_section(provenance: dict[str, Any]) -> str:
+    rows = {}
+    if "source" in provenance:
+        rows["converted from"] = provenance["source"]
+    if "step" in provenance:
+        rows["training step"] = f"{provenance['step']:,}"
+    if "tokens" in provenance:
+        rows["training tokens"] = f"{provenance['tokens']:,}"
+    if "datasets" in provenance:
+        rows["training data"] = ", ".join(provenance["datasets"])
+    rows |= provenance.get("recipe", {})
+    return "## Training\n\n" + (_table(("", ""), rows.items()) if rows else "Data and recipe are not recorded.")
+
+
+def _evaluation_section(provenance: dict[str, Any]) -> str:
+    rows = [
+        (f"{result['dataset']}, {result['metric']}", result["value"]) for result in provenance.get("evaluation", [])
+    ]
+    return "## Evaluation\n\n" + _table(("", "value"), rows) if rows else ""
+
+
+def _usage_section(config: LRAttnResConfig, has_tokenizer: bool, repo_id: str | None, revision: str | None) -> str:
+    auto_class = next(key for key, entry in config.auto_map.items() if entry.endswith(f".{config.architectures[0]}"))
+    pin = f', revision="{revision}"' if revision else ""
+    # The tokenizer is a plain one, but AutoTokenizer reads the config, which has code of its own.
+    arguments = f'"{repo_id or "path/to/this/folder"}"{pin}, trust_remote_code=True'
+    lines = [
+        f"from transformers import {auto_class}{', AutoTokenizer' if has_tokenizer else ''}",
+        "",
+        f"model = {auto_class}.from_pretrained({arguments})",
+    ]
+    if has_tokenizer:
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")
+    if has_tokenizer and auto_class == "AutoModelForCausalLM":
+        lines += [
+            'inputs = tokenizer("The sea is", return_tensors="pt")',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))",
+        ]
+    text = "The model's code is in this repository: read it, then load it with `trust_remote_code=True`"
+    text += " at the revision you have read." if revision else "."
+    return f"## Use\n\n{text}\n\n```python\n" + "\n".join(lines) + "\n```"
+
+
+def _table(header: tuple[str, str], rows) -> str:
+    lines = [f"| {header[0]} | {header[1]} |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows)])

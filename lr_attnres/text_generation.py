@@ -1,0 +1,57 @@
+"""Text from a saved model, printed as it is made."""
+
+import sys
+from typing import TextIO
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+
+class _Streamer(TextStreamer):
+    def __init__(self, tokenizer, output: TextIO):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.output = output
+
+    def on_finalized_text(self, text: str, stream_end: bool = False):
+        print(text, end="\n" if stream_end else "", file=self.output, flush=True)
+
+
+def generate_text(
+    source: str,
+    prompt: str,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+    output: TextIO | None = None,
+) -> str:
+    """Continue `prompt` with the model of a folder or Hub repository, streaming the text; returns the whole of it.
+
+    Temperature 0 is greedy; any other samples, repeatably with `seed`. `output` is the standard output by default.
+    """
+    if not prompt:
+        raise ValueError("--prompt is empty; give the model something to continue.")
+    if temperature < 0:
+        raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or above.")
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
+    model = AutoModelForCausalLM.from_pretrained(source, revision=revision, token=token, dtype=dtype)
+    try:
+        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device)
+    except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device
+        raise ValueError(f"--device {device}: {error}") from error
+    sampling = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    if seed is not None:
+        set_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    with torch.inference_mode():
+        tokens = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, streamer=_Streamer(tokenizer, output or sys.stdout), **sampling
+        )
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)

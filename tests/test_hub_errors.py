@@ -1,0 +1,59 @@
+"""Each thing that the client raises becomes one line that says what to do."""
+
+import errno
+
+import httpx2
+import pytest
+from huggingface_hub import errors
+
+from lr_attnres.hub_errors import HubError, clear_hub_errors
+
+
+def answer(status: int, error_class=errors.HfHubHTTPError, message: str = "") -> errors.HfHubHTTPError:
+    response = httpx2.Response(status, request=httpx2.Request("POST", "https://hub/api/models/owner/name"))
+    return error_class("several\nlines", response=response, server_message=message)
+
+
+def wrapped(error: Exception) -> RuntimeError:
+    outer = RuntimeError("Error while uploading 'model.safetensors' to the Hub.")
+    outer.__cause__ = error
+    return outer
+
+
+CASES = [
+    (
+        answer(401, message="Bad token"),
+        "the Hub answered 401 (Bad token): the token is missing or wrong; run `hf auth",
+    ),
+    (answer(403), "the Hub answered 403: your token may not write to owner/name"),
+    (answer(404, errors.RepositoryNotFoundError), "owner/name does not exist, or your token is missing, wrong or may"),
+    (answer(404, errors.RevisionNotFoundError), "owner/name has no revision 'v9'."),
+    (answer(403, errors.GatedRepoError), "owner/name is gated: ask for access on its page"),
+    (answer(502), "the Hub answered 502: the server is in trouble; run the same command again later."),
+    (answer(412), "the Hub answered 412 to POST /api/models/owner/name."),
+    (wrapped(answer(403)), "the Hub answered 403: your token may not write to owner/name"),
+    (
+        wrapped(httpx2.ReadError("reset")),
+        "the connection to the Hub failed (Error while uploading 'model.safetensors'",
+    ),
+    (
+        httpx2.ConnectError("refused"),
+        "the connection to the Hub failed (refused); run the same command again to go on.",
+    ),
+    (ConnectionResetError(), "the connection to the Hub failed (ConnectionResetError); run the same command again"),
+    (errors.LocalTokenNotFoundError("x"), "there is no Hub token: run `hf auth login`, set HF_TOKEN or give --token."),
+    (errors.OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE is set, so the Hub cannot be reached: unset it."),
+    (errors.HFValidationError("Repo id is bad\nmore"), "'owner/name' is not a repository name: Repo id is bad"),
+    (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: free some space and run the same command"),
+    (OSError(errno.EACCES, "Permission denied", "/a/b"), "Permission denied (/a/b)."),
+    (ValueError("Invalid metadata in README.md.\n- more"), "owner/name: Invalid metadata in README.md."),
+    (HubError("already clear"), "already clear"),
+]
+
+
+@pytest.mark.parametrize("error, message", CASES, ids=[row[1][:40] for row in CASES])
+def test_one_line(error, message):
+    with pytest.raises(HubError) as raised, clear_hub_errors("owner/name", revision="v9"):
+        raise error
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)

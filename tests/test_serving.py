@@ -1,0 +1,99 @@
+"""`serve` answers the real `openai` client, streaming and not, two requests at once."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from common import byte_tokenizer, save_text_model
+from openai import OpenAI
+
+from lr_attnres import cli
+
+
+MESSAGES = [{"role": "user", "content": "What is the sea?"}]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_healthy(process: subprocess.Popen, port: int) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "the server stopped"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+    raise AssertionError("the server did not start in two minutes")
+
+
+@pytest.fixture(scope="module", params=["one by one", "continuous batching"])
+def served(request, tmp_path_factory):
+    """(client, name of the model, the same model in this process)"""
+    folder, port = tmp_path_factory.mktemp("served"), free_port()
+    model = save_text_model(folder)
+    batching = ["--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "256"]
+    command = [sys.executable, "-m", "lr_attnres.cli", "serve", str(folder), "--port", str(port), "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", *(batching if request.param == "continuous batching" else [])],
+        env=os.environ | {"NO_PROXY": "127.0.0.1,localhost"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until_healthy(process, port)
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+        yield client, str(folder), model
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def expected_text(model, messages: list[dict], length: int) -> str:
+    tokenizer = byte_tokenizer()
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=length)
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_chat_streaming_and_two_at_once(served):
+    client, name, model = served
+    options = {"model": name, "max_tokens": 12, "temperature": 0.0}
+
+    answer = client.chat.completions.create(messages=MESSAGES, **options)
+    expected = expected_text(model, MESSAGES, 12)
+    assert answer.choices[0].message.content == expected
+    assert answer.usage.completion_tokens == 12
+
+    chunks = list(client.chat.completions.create(messages=MESSAGES, stream=True, **options))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == expected and sum(map(bool, pieces)) > 1
+
+    questions = [[{"role": "user", "content": text}] for text in ("One?", "Another, longer question?")]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda q: client.chat.completions.create(messages=q, **options), questions))
+    assert [a.choices[0].message.content for a in answers] == [expected_text(model, q, 12) for q in questions]
+
+
+def test_folder_that_cannot_be_served(tmp_path, capsys):
+    assert cli.main(["serve", str(tmp_path / "absent")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("Error: ") and "absent" in error
+
+
+def test_without_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr("lr_attnres.serving.is_serve_available", lambda: False)
+    assert cli.main(["serve", "owner/name"]) == 1
+    assert "pip install lr-attnres[serve]" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""`generate` streams the greedy text of the model, or samples it repeatably."""
+
+import io
+
+import pytest
+from common import byte_tokenizer, save_text_model, small_model
+
+from lr_attnres import cli
+from lr_attnres.text_generation import generate_text
+
+
+PROMPT = "The sea is"
+
+
+@pytest.fixture
+def model(tmp_path):
+    return save_text_model(tmp_path)
+
+
+class Recorder(io.StringIO):
+    def __init__(self):
+        super().__init__()
+        self.writes = []
+
+    def write(self, text):
+        self.writes.append(text)
+        return super().write(text)
+
+
+def test_greedy_text_in_pieces(model, tmp_path):
+    tokenizer, output = byte_tokenizer(), Recorder()
+    text = generate_text(str(tmp_path), PROMPT, max_new_tokens=24, device="cpu", output=output)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    expected = tokenizer.decode(
+        model.generate(**inputs, do_sample=False, max_new_tokens=24)[0], skip_special_tokens=True
+    )
+    assert text == expected and text.startswith(PROMPT)
+    assert output.getvalue() == expected + "\n"
+    assert len([piece for piece in output.writes if piece]) > 1
+
+
+def test_sampling_is_repeatable(model, tmp_path):
+    def sample(seed):
+        return generate_text(
+            str(tmp_path), PROMPT, max_new_tokens=16, temperature=1.5, seed=seed, device="cpu", output=io.StringIO()
+        )
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_command(model, tmp_path, capsys):
+    arguments = ["generate", str(tmp_path), "--prompt", PROMPT, "--max-new-tokens", "4", "--device", "cpu"]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.startswith(PROMPT)
+    assert cli.main(["generate", str(tmp_path), "--prompt", ""]) == 1
+    assert capsys.readouterr().err == "Error: --prompt is empty; give the model something to continue.\n"
+    assert cli.main([*arguments, "--device", "abacus"]) == 1
+    assert "Error: --device abacus: " in capsys.readouterr().err
+    assert cli.main([*arguments, "--temperature", "-1"]) == 1
+    assert "Error: --temperature is -1.0; it must be 0" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer(tmp_path, capsys):
+    small_model().save_pretrained(tmp_path)
+    assert cli.main(["generate", str(tmp_path), "--prompt", PROMPT]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("Error: ") and "tokenizer" in error
