@@ -7,8 +7,10 @@ that changes the maths is either translated into a config field or refused by na
 import math
 import os
 import pickle
+import re
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,10 +83,14 @@ def load_released_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     if not path.is_file():
         raise ConversionError(f"{path} is not a file.")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Files older than PyTorch 1.6 are not zip archives and cannot be mapped.
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
+        # torch's own message advises to read the file unsafely; only the name that it refused is of use.
+        refused = re.search(r"GLOBAL (\S+)", str(error))
         raise ConversionError(
-            f"{path} holds more than tensors and plain values, so reading it would run code from the file: {error}"
+            f"{path} is corrupt or holds more than tensors and plain values{f' ({refused[1]})' if refused else ''}: "
+            "reading it would run code from the file."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise ConversionError(f"{path} cannot be read as a PyTorch checkpoint (truncated?): {error}") from error
@@ -100,12 +106,16 @@ def released_config(model_args: dict[str, Any], intermediate_size: int) -> LRAtt
         if name not in model_args:
             raise ConversionError(f"`model_args` lacks {name}.")
     for name, value in model_args.items():
+        if not isinstance(value, (bool, int, float, str, list, tuple, dict, type(None))):
+            raise ConversionError(f"`model_args` has a {type(value).__name__} as {name}, not a plain value.")
         if value and name not in REQUIRED and name not in OPTIONAL and name not in WITHOUT_EFFECT:
             raise ConversionError(f"`model_args` has {name}={value!r}, which this model cannot express.")
     args = OPTIONAL | model_args
     _check_choice(args, "norm_pos", ("before",))
     _check_choice(args, "attnres_type", ("full", "block"))
     _check_choice(args, "lrid_num_heads", (1,))
+    if not 0 < _number(args, "rope_theta") < math.inf:
+        raise ConversionError(f"`model_args` has rope_theta={args['rope_theta']!r}; it must be positive and finite.")
 
     end_of_text = SPECIAL_TOKENS[END_OF_TEXT] if args["vocab_size"] == CL100K_VOCAB_SIZE else None
     fields = dict(
@@ -135,8 +145,12 @@ def _depth_fields(args: dict[str, Any]) -> dict[str, Any]:
     if args["use_lrid"]:
         residual_type = "sliced" if args["lrid_key_from_output_tail"] else "projected"
         rank = args["lrid_rank"]
+        if not isinstance(rank, int) or rank < 1:
+            raise ConversionError(f"`model_args` has lrid_rank={rank!r}; it must be a whole number of at least 1.")
         if args["lrid_use_logit_scale"]:
             scale = _number(args, "lrid_logit_scale") if args["lrid_logit_scale"] is not None else 1 / math.sqrt(rank)
+    if args["attnres_type"] == "block" and args["attnres_num_blocks"] is None:
+        raise ConversionError("`model_args` has attnres_type='block' without attnres_num_blocks.")
     if args["attnres_block_alpha"] != "legacy":
         alpha = _number(args, "attnres_block_alpha")
     elif args["attnres_block_average"]:
@@ -169,6 +183,8 @@ def _check_choice(args: dict[str, Any], name: str, choices: tuple) -> None:
 
 def _number(args: dict[str, Any], name: str) -> float:
     try:
+        if isinstance(args[name], bool):
+            raise TypeError
         return float(args[name])
     except (TypeError, ValueError):
         raise ConversionError(f"`model_args` has {name}={args[name]!r}, which is not a number.") from None
@@ -178,18 +194,20 @@ class _ReleasedTensors:
     """The released state dict; each tensor is taken once, by name and exact shape."""
 
     def __init__(self, state_dict: dict[str, torch.Tensor]):
-        self.tensors = {
-            name.removeprefix("_orig_mod."): tensor
-            for name, tensor in state_dict.items()
-            if not name.endswith((".attn.rope.sin", ".attn.rope.cos"))  # buffers, computed anew
-        }
+        self.tensors = {}
+        for name, tensor in state_dict.items():
+            name = str(name).removeprefix("_orig_mod.")
+            if name in self.tensors:
+                raise ConversionError(f"The checkpoint has {name} twice, with and without the prefix `_orig_mod.`.")
+            if not name.endswith((".attn.rope.sin", ".attn.rope.cos")):  # buffers, computed anew
+                self.tensors[name] = tensor
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if name not in self.tensors:
             raise ConversionError(f"The checkpoint lacks the tensor {name} of shape {list(shape)}.")
         tensor = self.tensors.pop(name)
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            raise ConversionError(f"{name} is not a tensor of floating-point numbers.")
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not _is_dense(tensor):
+            raise ConversionError(f"{name} is not a dense tensor of floating-point numbers.")
         if tuple(tensor.shape) != shape:
             raise ConversionError(f"The tensor {name} has shape {list(tensor.shape)}; expected {list(shape)}.")
         return tensor
@@ -197,9 +215,13 @@ class _ReleasedTensors:
     def intermediate_size(self) -> int:
         """For files that give `mlp_ratio` alone: the first feed-forward weight holds an up and a gate half."""
         name = "transformer.layers.0.mlp.fc1.weight"
-        if not isinstance(self.tensors.get(name), torch.Tensor):
+        if not isinstance(self.tensors.get(name), torch.Tensor) or self.tensors[name].dim() != 2:
             raise ConversionError(f"The checkpoint lacks the tensor {name}.")
         return self.tensors[name].shape[0] // 2
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _halves_from_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -307,7 +329,7 @@ def convert_released_checkpoint(
         verify: load the result in a fresh process and compare its logits with those of the source.
     """
     output_dir = Path(output_dir)
-    if output_dir.exists():
+    if os.path.lexists(output_dir):
         raise ConversionError(f"{output_dir} exists already; choose a folder that does not.")
     path = find_released_file(source, filename, revision, token)
     config, state_dict, rest = read_released_file(path)

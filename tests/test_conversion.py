@@ -151,6 +151,11 @@ REFUSED_OPTIONS = [
     {"clip_qkv": 8.0},
     {"attnres_type": "sparse"},
     {"attnres_block_alpha": "learned"},
+    {"attnres_block_alpha": True},
+    {"rope_theta": None},
+    {"rope_theta": "x"},
+    {"rope_theta": 0},
+    {"lrid_rank": -1},
     {"an_option_of_tomorrow": True},
 ]
 
@@ -181,10 +186,16 @@ BROKEN = [
     (put("transformer.extra.weight", 3), r"belong nowhere: \['transformer.extra.weight'\]"),
     (lambda checkpoint: checkpoint["model_args"].pop("n_layer"), "lacks n_layer"),
     (lambda checkpoint: checkpoint.pop("model_args"), "no dict `model_args`"),
-    (lambda checkpoint: checkpoint["model_args"].update(lrid_rank=0), "depth_key_rank"),
+    (lambda checkpoint: checkpoint["model_args"].update(lrid_rank=0), "lrid_rank=0"),
+    (lambda checkpoint: checkpoint["model_args"].update(lrid_rank=33), "depth_key_rank"),
+    (lambda checkpoint: checkpoint["model_args"].update(attnres_num_blocks=None), "without attnres_num_blocks"),
+    (lambda checkpoint: checkpoint["model_args"].update(qk_norm=torch.ones(2)), "Tensor as qk_norm"),
+    (lambda checkpoint: checkpoint["model"].update({"lm_head.weight": torch.ones(97, 32).to_sparse()}), "not a dense"),
+    (put("_orig_mod.lm_head.weight", 97, 32), "lm_head.weight twice"),
+    (put("transformer.layers.0.mlp.fc1.weight"), "lacks the tensor transformer.layers.0.mlp.fc1.weight"),
     (lambda checkpoint: checkpoint["model_args"].update(n_layer="4"), "num_hidden_layers"),
     (lambda checkpoint: checkpoint["model_args"].update(weight_tying=True), "lm_head.weight is not the embedding"),
-    (lambda checkpoint: checkpoint["model"].update({"lm_head.weight": 3}), "lm_head.weight is not a tensor"),
+    (lambda checkpoint: checkpoint["model"].update({"lm_head.weight": 3}), "lm_head.weight is not a dense tensor"),
     (lambda checkpoint: checkpoint["model_args"].update(lrid_projection_rank=4), "lrid_projection_rank=4"),
 ]
 
@@ -219,6 +230,13 @@ def test_unreadable_file(content, tmp_path):
     with pytest.raises(ConversionError, match="not a file"):
         convert_released_checkpoint(tmp_path / "absent.pt", tmp_path / "output")
     assert not (tmp_path / "output").exists()
+
+
+def test_file_of_an_old_pytorch(tmp_path):
+    checkpoint = torch.load(REFERENCES / "baseline.pt", weights_only=True)
+    torch.save(checkpoint, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    model, expected = load_released_model(tmp_path / "old.pt"), load_released_model(REFERENCES / "baseline.pt")
+    assert torch.equal(model.lm_head.weight, expected.lm_head.weight)
 
 
 def test_existing_output_is_left_alone(tmp_path):
