@@ -31,12 +31,13 @@ highly resolve that these dead shall not have died in vain -- that this nation, 
 freedom -- and that government of the people, by the people, for the people, shall not perish from the earth."""
 
 
-def train(model: LRAttnResForCausalLM, data: torch.Tensor, steps: int, batch: int = 8, length: int = 96) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+def train(model: LRAttnResForCausalLM, data: torch.Tensor, steps: int, batch: int = 16, length: int = 64) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    around = torch.cat([data, data[:length]])  # the text begins again after its end, so that no part of it is rare
     model.train()
     for step in range(1, steps + 1):
-        starts = torch.randint(0, len(data) - length, (batch,))
-        input_ids = torch.stack([data[start : start + length] for start in starts])
+        starts = torch.randint(0, len(data), (batch,))
+        input_ids = torch.stack([around[start : start + length] for start in starts])
         loss = model(input_ids, labels=input_ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
