@@ -130,7 +130,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "convert": (
         "Convert a released training checkpoint into a folder for from_pretrained and push.",
-        "lr-attnres convert final_model.pt outputs/model --dtype bfloat16 --verify",
+        "lr-attnres convert Jonnester/LR-AttnRes-LR-n8-r32 outputs/model --dtype bfloat16 --verify",
         _convert,
     ),
     "push": (
