@@ -33,9 +33,11 @@ except ImportError:
         return function or jit
 
 
-# One launch takes this many sources. Beyond it each further launch reads the gradients of the mixes once more, or
-# reads and rewrites the mixes: 4 G D and 8 G D bytes per token. The paper's 49 sources fit in one.
-MAX_SOURCES = 64
+# Sources per launch. A further launch of the forward reads and rewrites the mixes (8 G D bytes per token): all of the
+# paper's 49 sources fit in one. A further launch of the backward reads the mixes' gradients again (4 G D bytes); its
+# unrolled code takes a compile time that grows with the square of the sources: about 8 seconds for 24 of them.
+MAX_SOURCES_FORWARD = 64
+MAX_SOURCES_BACKWARD = 24
 # The gradient of the norm's weight is summed per program, then over the programs: enough of them to fill a GPU.
 MAX_WEIGHT_GRADIENTS = 1024
 # The code of a Hub repository and the package may live in one process: each module has its own operators.
@@ -102,7 +104,7 @@ def mix_forward_kernel(
         tl.store(mixes[g] + token * D + columns, mix[g], mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["num_sources", "first"])
 def mix_backward_kernel(
     grad_values,
     dots,
@@ -113,8 +115,8 @@ def mix_backward_kernel(
     logits,
     lses,
     num_sources,
+    first,
     D,
-    FIRST: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One token, one chunk of D: the gradients of the G mixes stay in registers while each source passes once.
@@ -125,8 +127,8 @@ def mix_backward_kernel(
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
     G: tl.constexpr = len(grads)
-    dots += (token * tl.num_programs(1) + tl.program_id(1)) * G * num_sources + FIRST
-    logits += token * G * num_sources + FIRST
+    dots += (token * tl.num_programs(1) + tl.program_id(1)) * G * num_sources + first
+    logits += token * G * num_sources + first
     grad, lse = (), ()
     for g in tl.static_range(G):
         grad += (load_row(grads[g], token, grad_strides[g], columns, inside),)
@@ -239,7 +241,7 @@ def merge_backward_kernel(
 
 def depth_mix(values: list[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
-    check_tensors(values, [logits])
+    check_inputs(values, [logits], (logits.shape[-2], len(values)))
     return tuple(mix_op(values, logits))
 
 
@@ -249,7 +251,7 @@ def depth_merge(
     """Phase 2: a mix [B, T, D] with its log-sum-exp [B, T, 1] and the younger sources, each a value [B, T, D] and a
     logit [B, T, 1] -> hidden [B, T, D]."""
     values, logits = zip((mix, lse), *younger)
-    check_tensors(values, logits)
+    check_inputs(values, logits, (1,))
     return merge_op(values, logits, dtype) if younger else mix.to(dtype)
 
 
@@ -263,21 +265,27 @@ def depth_merge_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Phase 2 and the RMSNorm that follows it, its weight [D] or None -> hidden [B, T, D], normed [B, T, D]."""
     values, logits = zip((mix, lse), *younger)
-    check_tensors(values, logits)
+    check_inputs(values, logits, (1,))
     return merge_norm_op(values, logits, dtype, norm_weight, eps)
 
 
-def check_tensors(values: list[torch.Tensor], logits: list[torch.Tensor]) -> None:
+def check_inputs(values: list[torch.Tensor], logits: list[torch.Tensor], logits_shape: tuple[int, ...]) -> None:
+    """What a kernel would answer with a crash, or with wrong numbers. `logits_shape` is what follows [B, T]."""
     if triton is None:
         raise ImportError("The Triton depth read needs triton: install it, or read with `depth_routing`.")
     if values[0].device.type == "cpu" and not INTERPRETED:
         raise ValueError("The Triton depth read got tensors on the CPU: move them to a GPU, or use `depth_routing`.")
+    shape = values[0].shape
     for value in values:
         if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"The Triton depth read takes float32, float16 and bfloat16 values, not {value.dtype}.")
+        if value.shape != shape:
+            raise ValueError(f"The values of a depth read have one shape, not {shape} and {value.shape}.")
     for logit in logits:
         if logit.dtype != torch.float32:
             raise TypeError(f"The Triton depth read takes float32 logits, not {logit.dtype}.")
+        if logit.shape != (*shape[:-1], *logits_shape):
+            raise ValueError(f"Values {shape} need logits {(*shape[:-1], *logits_shape)}, not {tuple(logit.shape)}.")
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -321,8 +329,8 @@ def mix_op(values, logits):
     num_tokens, hidden_size = pointers[0].shape
     block = mix_block(hidden_size, len(outputs) - 1)
     with torch.cuda.device_of(logits):
-        for first in range(0, len(values), MAX_SOURCES):
-            launched = slice(first, first + MAX_SOURCES)
+        for first in range(0, len(values), MAX_SOURCES_FORWARD):
+            launched = slice(first, first + MAX_SOURCES_FORWARD)
             mix_forward_kernel[num_tokens, triton.cdiv(hidden_size, block)](
                 tuple(outputs[:-1]),
                 outputs[-1],
@@ -361,8 +369,8 @@ def mix_backward_op(grads, grad_lse, values, logits, lse):
     chunks = triton.cdiv(hidden_size, block)
     dots = empty((num_tokens, chunks, len(grads), num_sources), logits, torch.float32)
     with torch.cuda.device_of(logits):
-        for first in range(0, num_sources, MAX_SOURCES):
-            launched = slice(first, first + MAX_SOURCES)
+        for first in range(0, num_sources, MAX_SOURCES_BACKWARD):
+            launched = slice(first, first + MAX_SOURCES_BACKWARD)
             mix_backward_kernel[num_tokens, chunks](
                 tuple(grad_values[launched]),
                 dots,
@@ -373,8 +381,8 @@ def mix_backward_op(grads, grad_lse, values, logits, lse):
                 logits,
                 lse,
                 num_sources,
+                first,
                 hidden_size,
-                FIRST=first,
                 BLOCK_D=block,
                 num_warps=1,
             )
@@ -471,7 +479,7 @@ def _(values, logits, dtype, norm_weight, eps):
     "ScalarType mix_dtype, Tensor? norm_weight, float eps) -> Tensor[]",
 )
 def merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, mix_dtype, norm_weight, eps):
-    """-> the gradients of mix and younger values, of all logits side by side, and of the norm's weight if it has one."""
+    """-> the gradients of the mix and the younger values, of all logits side by side, of the norm's weight if any."""
     outputs = new_merge_gradients(hidden, younger, logits, mix_dtype)
     pointers, strides = row_arguments(younger)
     logit_pointers, logit_strides = row_arguments(logits)
@@ -531,9 +539,7 @@ def merge_backward(ctx, grad_hidden):
 def merge_norm_backward(ctx, grad_hidden, grad_normed):
     norm_weight, hidden, *saved = ctx.saved_tensors
     logits, younger = saved[: ctx.num_logits], saved[ctx.num_logits :]
-    grads = merge_backward_op(
-        grad_hidden, grad_normed, hidden, younger, logits, ctx.mix_dtype, norm_weight, ctx.eps
-    )
+    grads = merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, ctx.mix_dtype, norm_weight, ctx.eps)
     grad_values, grads = grads[: ctx.num_logits], grads[ctx.num_logits :]
     grad_norm_weight = None if norm_weight is None else grads[1]
     return grad_values, list(grads[0].split(1, dim=-1)), None, grad_norm_weight, None
