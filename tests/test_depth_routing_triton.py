@@ -1,0 +1,87 @@
+"""The Triton kernels: their numbers, under the interpreter; what they compile to, for GPUs that are not here."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from lr_attnres import depth_routing_triton as kernels  # noqa: E402
+
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import triton_report  # noqa: E402
+
+
+KERNELS = {name for name in vars(kernels) if name.endswith("_kernel")}
+
+
+@pytest.fixture
+def compile_only(monkeypatch):
+    """Kernels are compiled for an H100 and not run."""
+    driver = triton_report.CompileOnlyDriver(90)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    yield driver
+    for name in KERNELS:
+        getattr(kernels, name).device_caches.clear()
+
+
+def test_equals_the_oracle_under_the_interpreter():
+    """The interpreter is chosen when triton is imported, so these tests have a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/interpreted_depth_routing_triton.py"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("capability", triton_report.CAPABILITIES)
+def test_every_kernel_compiles_without_spills(capability, compile_only):
+    """To a cubin, at the paper's width and its default of 8 blocks. No atomics: sums have one order."""
+    table = triton_report.compile_reads(capability, *triton_report.largest_reads(num_blocks=8))
+    assert {row["kernel"] for row in table} == KERNELS
+    assert all(row["registers"] > 0 and row["spilled_bytes"] == 0 for row in table), table
+    assert all(row["shared_bytes"] <= 4096 for row in table), table
+    for name in KERNELS:
+        compiled = getattr(kernels, name).device_caches[capability][0].values()
+        assert compiled and not any(re.search(r"\b(atom|red)\.", kernel.asm["ptx"]) for kernel in compiled)
+
+
+def test_no_kernel_is_compiled_again_for_another_length(compile_only, D=64, S=2):
+    compiled = []
+    for T in (1, 2, 16, 17, 1000, 2048):
+        value, logit = torch.zeros(1, T, D), torch.zeros(1, T, 1)
+        *mixes, lse = kernels.mix_op([value] * S, torch.zeros(1, T, 2, S))
+        kernels.mix_backward_op(mixes, lse, [value] * S, torch.zeros(1, T, 2, S), lse)
+        hidden, _ = kernels.merge_norm_op([value] * S, [logit] * S, torch.float32, value[0, 0], 1e-6)
+        saved = hidden, [value] * (S - 1), [logit] * S, torch.float32, value[0, 0], 1e-6
+        kernels.merge_backward_op(None, value, *saved)
+        compiled.append(len(compile_only.binaries))
+    assert set(compiled) == {len(KERNELS)}
+
+
+def test_tensors_on_the_cpu_are_an_error():
+    with pytest.raises(ValueError, match="move them to a GPU"):
+        kernels.depth_mix([torch.zeros(1, 1, 8)], torch.zeros(1, 1, 1, 1))
+
+
+def test_without_triton_importing_works_and_calling_explains():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from lr_attnres import depth_routing_triton as kernels
+try:
+    kernels.depth_merge_norm(torch.zeros(1, 1, 8), torch.zeros(1, 1, 1), [], torch.float32, None, 1e-6)
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "needs triton: install it" in result.stdout
