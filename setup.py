@@ -26,7 +26,7 @@ setup(
     extras_require={
         "train": ["accelerate>=1.15", "datasets>=5.2"],
         "peft": ["peft>=0.21"],
-        "dev": [*TEST, "accelerate>=1.15", "ruff>=0.17"],
+        "dev": [*TEST, "accelerate>=1.15", "ruff>=0.17", "triton>=3.7"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
