@@ -45,11 +45,11 @@ def largest_reads(num_blocks: int | None) -> tuple[int, int, int]:
 
 def reads(S: int, G: int, Y: int, D: int = HIDDEN_SIZE) -> dict[str, tuple[Callable, int]]:
     """Both phases for one token, forward and backward: name -> (call, ideal bytes)."""
-    value, logit = torch.ones(1, 1, D, dtype=torch.bfloat16), torch.ones(1, 1, 1)
+    value, merge_logits = torch.ones(1, 1, D, dtype=torch.bfloat16), torch.ones(1, 1, Y + 1)
     mix, norm_weight = torch.ones(1, 1, D), torch.ones(D, dtype=torch.bfloat16)
     logits, lse = torch.ones(1, 1, G, S), torch.ones(1, 1, G)
-    merged = [mix, *[value] * Y], [logit] * (Y + 1), torch.bfloat16
-    saved = value, [value] * Y, [logit] * (Y + 1), torch.float32
+    merged = [mix, *[value] * Y], merge_logits, torch.bfloat16
+    saved = value, [value] * Y, merge_logits, torch.float32
     backward = kernels.merge_backward_op
     # Per column: 2 bytes of a bfloat16 value, hidden state or gradient, 4 of a float32 mix or of its gradient.
     return {

@@ -5,8 +5,8 @@ come in ready-made.
 
 Sources are never stacked: a kernel takes a tuple of pointers and row strides, one per source, and is compiled for
 their number. Softmax weights are never stored: `exp(logit - log-sum-exp)` is rebuilt where it is needed, from tensors
-that exist anyway. A program works on whole tokens, so the number of tokens is a launch dimension and not part of what
-is compiled. Every sum has a fixed order (no atomics): gradients are the same bit by bit from run to run.
+that exist anyway. The number of tokens only sets how many programs are launched and is not part of what is compiled.
+Every sum has a fixed order (no atomics), so gradients are the same, bit by bit, from run to run.
 
 Phase 1 cuts D into chunks of one warp each. Nothing is shared between chunks but the dot products of the backward,
 which leave one partial sum per chunk, and inside a warp a sum needs no shared memory. Phase 2 keeps a whole row in
@@ -50,16 +50,11 @@ def load_row(pointer, row, stride, columns, inside):
 
 
 @jit
-def log_sum_exp(logits, strides, token):
-    """Over a tuple of scalars, the online way."""
-    top = tl.load(logits[0] + token * strides[0])
-    total = top * 0.0 + 1.0
-    for i in tl.static_range(1, len(logits)):
-        logit = tl.load(logits[i] + token * strides[i])
-        new_top = tl.maximum(top, logit)
-        total = total * tl.exp(top - new_top) + tl.exp(logit - new_top)
-        top = new_top
-    return top + tl.log(total)
+def log_sum_exp(logits, num_sources, BLOCK_S: tl.constexpr):
+    sources = tl.arange(0, BLOCK_S)
+    logit = tl.load(logits + sources, mask=sources < num_sources, other=float("-inf"))
+    top = tl.max(logit, axis=0)
+    return top + tl.log(tl.sum(tl.exp(logit - top), axis=0))
 
 
 @jit
@@ -79,14 +74,11 @@ def mix_forward_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
-    sources = tl.arange(0, BLOCK_S)
     G: tl.constexpr = len(mixes)
     mix, lse = (), ()
     for g in tl.static_range(G):
         site = token * G + g
-        all_logits = tl.load(logits + site * num_sources + sources, mask=sources < num_sources, other=float("-inf"))
-        top = tl.max(all_logits, axis=0)
-        site_lse = top + tl.log(tl.sum(tl.exp(all_logits - top), axis=0))
+        site_lse = log_sum_exp(logits + site * num_sources, num_sources, BLOCK_S)
         tl.store(lses + site, site_lse, mask=tl.program_id(1) == 0)
         lse += (site_lse,)
         if FIRST == 0:
@@ -160,17 +152,17 @@ def mix_backward_logits_kernel(grad_logits, dots, logits, lses, grad_lses, num_s
 
 @jit
 def merge_forward_kernel(
-    hidden, normed, values, strides, logits, logit_strides, norm_weight, eps, D, BLOCK_D: tl.constexpr
+    hidden, normed, values, strides, logits, norm_weight, eps, D, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """One token: the softmax over the mix (first) and the younger sources; `normed` may be None."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     inside = columns < D
-    lse = log_sum_exp(logits, logit_strides, token)
+    logits += token * len(values)
+    lse = log_sum_exp(logits, len(values), BLOCK_S)
     row = tl.zeros([BLOCK_D], tl.float32)
     for i in tl.static_range(len(values)):
-        weight = tl.exp(tl.load(logits[i] + token * logit_strides[i]) - lse)
-        row += weight * load_row(values[i], token, strides[i], columns, inside)
+        row += tl.exp(tl.load(logits + i) - lse) * load_row(values[i], token, strides[i], columns, inside)
     rounded = row.to(hidden.dtype.element_ty)
     tl.store(hidden + token * D + columns, rounded, mask=inside)
     if normed is not None:
@@ -194,11 +186,11 @@ def merge_backward_kernel(
     younger,
     strides,
     logits,
-    logit_strides,
     norm_weight,
     eps,
     num_tokens,
     D,
+    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Every so many tokens: the gradient g of the hidden states, through the norm and directly, then for a younger
@@ -221,19 +213,19 @@ def merge_backward_kernel(
                 outer *= norm
             grad += scale * (outer - row * (scale * scale * tl.sum(outer * row, axis=0) / D))
 
-        lse = log_sum_exp(logits, logit_strides, token)
+        first = token * len(grad_values)
+        lse = log_sum_exp(logits + first, len(grad_values), BLOCK_S)
         grad_dot_hidden = tl.sum(grad * row, axis=0)
-        grad_logits_row = grad_logits + token * len(logits)
-        grad_lse = lse * 0.0
-        for i in tl.static_range(len(younger)):
-            weight = tl.exp(tl.load(logits[i + 1] + token * logit_strides[i + 1]) - lse)
-            value = load_row(younger[i], token, strides[i], columns, inside)
+        grad_lse = tl.full([], 0.0, tl.float32)
+        for i in tl.static_range(1, len(grad_values)):
+            weight = tl.exp(tl.load(logits + first + i) - lse)
+            value = load_row(younger[i - 1], token, strides[i - 1], columns, inside)
             grad_logit = weight * (tl.sum(grad * value, axis=0) - grad_dot_hidden)
-            tl.store(grad_logits_row + i + 1, grad_logit)
-            tl.store(grad_values[i + 1] + token * D + columns, weight * grad, mask=inside)
+            tl.store(grad_logits + first + i, grad_logit)
+            tl.store(grad_values[i] + token * D + columns, weight * grad, mask=inside)
             grad_lse -= grad_logit
-        weight = tl.exp(tl.load(logits[0] + token * logit_strides[0]) - lse)
-        tl.store(grad_logits_row, grad_lse)
+        tl.store(grad_logits + first, grad_lse)
+        weight = tl.exp(tl.load(logits + first) - lse)
         tl.store(grad_values[0] + token * D + columns, weight * grad, mask=inside)
     if norm_weight is not None:
         tl.store(grad_norm_weights + tl.program_id(0).to(tl.int64) * D + columns, grad_weight, mask=inside)
@@ -241,7 +233,7 @@ def merge_backward_kernel(
 
 def depth_mix(values: list[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
-    check_inputs(values, [logits], (logits.shape[-2], len(values)))
+    check_inputs(values, logits, (logits.shape[-2], len(values)))
     return tuple(mix_op(values, logits))
 
 
@@ -250,8 +242,7 @@ def depth_merge(
 ) -> torch.Tensor:
     """Phase 2: a mix [B, T, D] with its log-sum-exp [B, T, 1] and the younger sources, each a value [B, T, D] and a
     logit [B, T, 1] -> hidden [B, T, D]."""
-    values, logits = zip((mix, lse), *younger)
-    check_inputs(values, logits, (1,))
+    values, logits = side_by_side(mix, lse, younger)
     return merge_op(values, logits, dtype) if younger else mix.to(dtype)
 
 
@@ -264,12 +255,22 @@ def depth_merge_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Phase 2 and the RMSNorm that follows it, its weight [D] or None -> hidden [B, T, D], normed [B, T, D]."""
-    values, logits = zip((mix, lse), *younger)
-    check_inputs(values, logits, (1,))
+    values, logits = side_by_side(mix, lse, younger)
     return merge_norm_op(values, logits, dtype, norm_weight, eps)
 
 
-def check_inputs(values: list[torch.Tensor], logits: list[torch.Tensor], logits_shape: tuple[int, ...]) -> None:
+def side_by_side(
+    mix: torch.Tensor, lse: torch.Tensor, younger: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """-> values, the mix first, and their logits [B, T, 1 + Y]: copied, for the columns of a site differ in stride and
+    alignment from site to site, and Triton would compile for each."""
+    values, logits = zip((mix, lse), *younger)
+    logits = torch.cat(logits, dim=-1)
+    check_inputs(values, logits, (len(values),))
+    return list(values), logits
+
+
+def check_inputs(values: list[torch.Tensor], logits: torch.Tensor, logits_shape: tuple[int, ...]) -> None:
     """What a kernel would answer with a crash, or with wrong numbers. `logits_shape` is what follows [B, T]."""
     if triton is None:
         raise ImportError("The Triton depth read needs triton: install it, or read with `depth_routing`.")
@@ -281,17 +282,16 @@ def check_inputs(values: list[torch.Tensor], logits: list[torch.Tensor], logits_
             raise TypeError(f"The Triton depth read takes float32, float16 and bfloat16 values, not {value.dtype}.")
         if value.shape != shape:
             raise ValueError(f"The values of a depth read have one shape, not {shape} and {value.shape}.")
-    for logit in logits:
-        if logit.dtype != torch.float32:
-            raise TypeError(f"The Triton depth read takes float32 logits, not {logit.dtype}.")
-        if logit.shape != (*shape[:-1], *logits_shape):
-            raise ValueError(f"Values {shape} need logits {(*shape[:-1], *logits_shape)}, not {tuple(logit.shape)}.")
+    if logits.dtype != torch.float32:
+        raise TypeError(f"The Triton depth read takes float32 logits, not {logits.dtype}.")
+    if logits.shape != (*shape[:-1], *logits_shape):
+        raise ValueError(f"Values {shape} need logits {(*shape[:-1], *logits_shape)}, not {tuple(logits.shape)}.")
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
     """[..., D] -> [tokens, D], the D neighbours in memory: a view of all but exotic layouts."""
     tensor = tensor.reshape(-1, tensor.shape[-1])
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def row_arguments(tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
@@ -301,15 +301,16 @@ def row_arguments(tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...]
 
 
 def mix_block(hidden_size: int, num_sites: int) -> int:
-    """Columns of D per program (one warp): a thread has 32 lanes' share of G rows, at most 64 float32 registers."""
+    """Columns of D per program, which is one warp: as many as leave a thread at most 64 float32 numbers of G rows."""
     largest = min(512, max(32, 2048 // num_sites))
     return min(triton.next_power_of_2(hidden_size), 1 << (largest.bit_length() - 1))
 
 
-def merge_launch_options(hidden_size: int) -> dict[str, int]:
+def merge_launch_options(num_sources: int, hidden_size: int) -> dict[str, int]:
     """A whole row per program, 8 columns per thread (one 16-byte load of bfloat16) as long as warps last."""
     block = triton.next_power_of_2(hidden_size)
-    return {"BLOCK_D": block, "num_warps": min(max(block // 256, 1), 16)}
+    blocks = {"BLOCK_S": triton.next_power_of_2(num_sources), "BLOCK_D": block}
+    return {**blocks, "num_warps": min(max(block // 256, 1), 16)}
 
 
 def empty(shape: torch.Size | tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -423,7 +424,6 @@ mix_op.register_autograd(mix_backward, setup_context=save_for_mix_backward)
 
 def launch_merge(values, logits, hidden, normed, norm_weight, eps) -> None:
     pointers, strides = row_arguments(values)
-    logit_pointers, logit_strides = row_arguments(logits)
     num_tokens, hidden_size = pointers[0].shape
     with torch.cuda.device_of(hidden):
         merge_forward_kernel[(num_tokens,)](
@@ -431,19 +431,18 @@ def launch_merge(values, logits, hidden, normed, norm_weight, eps) -> None:
             normed,
             pointers,
             strides,
-            logit_pointers,
-            logit_strides,
+            logits.contiguous(),
             norm_weight,
             eps,
             hidden_size,
-            **merge_launch_options(hidden_size),
+            **merge_launch_options(len(values), hidden_size),
         )
 
 
 @torch.library.custom_op(
     f"{NAMESPACE}::merge",
     mutates_args=(),
-    schema="(Tensor[] values, Tensor[] logits, ScalarType dtype) -> Tensor",
+    schema="(Tensor[] values, Tensor logits, ScalarType dtype) -> Tensor",
 )
 def merge_op(values, logits, dtype):
     hidden = empty(values[0].shape, values[0], dtype)
@@ -459,7 +458,7 @@ def _(values, logits, dtype):
 @torch.library.custom_op(
     f"{NAMESPACE}::merge_norm",
     mutates_args=(),
-    schema="(Tensor[] values, Tensor[] logits, ScalarType dtype, Tensor? norm_weight, float eps) -> (Tensor, Tensor)",
+    schema="(Tensor[] values, Tensor logits, ScalarType dtype, Tensor? norm_weight, float eps) -> (Tensor, Tensor)",
 )
 def merge_norm_op(values, logits, dtype, norm_weight, eps):
     hidden, normed = (empty(values[0].shape, values[0], dtype) for _ in range(2))
@@ -475,14 +474,13 @@ def _(values, logits, dtype, norm_weight, eps):
 @torch.library.custom_op(
     f"{NAMESPACE}::merge_backward",
     mutates_args=(),
-    schema="(Tensor? grad_hidden, Tensor? grad_normed, Tensor hidden, Tensor[] younger, Tensor[] logits, "
+    schema="(Tensor? grad_hidden, Tensor? grad_normed, Tensor hidden, Tensor[] younger, Tensor logits, "
     "ScalarType mix_dtype, Tensor? norm_weight, float eps) -> Tensor[]",
 )
 def merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, mix_dtype, norm_weight, eps):
-    """-> the gradients of the mix and the younger values, of all logits side by side, of the norm's weight if any."""
+    """-> the gradients of the mix and the younger values, of the logits, of the norm's weight if any."""
     outputs = new_merge_gradients(hidden, younger, logits, mix_dtype)
     pointers, strides = row_arguments(younger)
-    logit_pointers, logit_strides = row_arguments(logits)
     grad_hidden, grad_normed = (None if grad is None else rows(grad) for grad in (grad_hidden, grad_normed))
     num_tokens, hidden_size = rows(hidden).shape
     num_programs, grad_norm_weights = num_tokens, None
@@ -501,20 +499,19 @@ def merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, mix_dty
             hidden,
             pointers,
             strides,
-            logit_pointers,
-            logit_strides,
+            logits.contiguous(),
             norm_weight,
             eps,
             num_tokens,
             hidden_size,
-            **merge_launch_options(hidden_size),
+            **merge_launch_options(len(younger) + 1, hidden_size),
         )
     return outputs if norm_weight is None else [*outputs, grad_norm_weights.sum(0).to(norm_weight.dtype)]
 
 
 def new_merge_gradients(hidden, younger, logits, mix_dtype) -> list[torch.Tensor]:
     values = [empty(hidden.shape, hidden, dtype) for dtype in (mix_dtype, *(value.dtype for value in younger))]
-    return [*values, empty((*hidden.shape[:-1], len(logits)), hidden, torch.float32)]
+    return [*values, empty(logits.shape, logits, logits.dtype)]
 
 
 @merge_backward_op.register_fake
@@ -527,9 +524,9 @@ def save_for_merge_backward(ctx, inputs, output):
     """Keeps the hidden states in place of the mix: the next module keeps them anyway."""
     values, logits, _, norm_weight, ctx.eps = inputs if len(inputs) == 5 else (*inputs, None, 0.0)
     hidden = output[0] if isinstance(output, tuple) else output
-    ctx.mix_dtype, ctx.num_logits = values[0].dtype, len(logits)
+    ctx.mix_dtype = values[0].dtype
     ctx.set_materialize_grads(False)  # often only the normed states are used: no zeros to read
-    ctx.save_for_backward(norm_weight, hidden, *logits, *values[1:])
+    ctx.save_for_backward(norm_weight, hidden, logits, *values[1:])
 
 
 def merge_backward(ctx, grad_hidden):
@@ -537,12 +534,10 @@ def merge_backward(ctx, grad_hidden):
 
 
 def merge_norm_backward(ctx, grad_hidden, grad_normed):
-    norm_weight, hidden, *saved = ctx.saved_tensors
-    logits, younger = saved[: ctx.num_logits], saved[ctx.num_logits :]
+    norm_weight, hidden, logits, *younger = ctx.saved_tensors
     grads = merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, ctx.mix_dtype, norm_weight, ctx.eps)
-    grad_values, grads = grads[: ctx.num_logits], grads[ctx.num_logits :]
-    grad_norm_weight = None if norm_weight is None else grads[1]
-    return grad_values, list(grads[0].split(1, dim=-1)), None, grad_norm_weight, None
+    grad_values, grads = grads[: len(younger) + 1], grads[len(younger) + 1 :]
+    return grad_values, grads[0], None, None if norm_weight is None else grads[1], None
 
 
 merge_op.register_autograd(merge_backward, setup_context=save_for_merge_backward)

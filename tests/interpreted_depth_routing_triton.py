@@ -249,23 +249,19 @@ def test_large_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("variant", ["attnres_full", "projected_full", "sliced_block"])
-def test_a_model_is_as_exact_as_with_the_torch_read(variant, monkeypatch):
-    """Loss and every gradient of a float32 model: no further from float64 than twice what `depth_routing` is."""
+def test_a_model_reads_the_same(variant, monkeypatch):
+    """Loss and every gradient of a whole float32 model, against the pure-torch read in float64."""
     model, tokens = small_model(variant), random_tokens(BATCH, 5)
 
     def loss_and_gradients(model):
         loss = model(input_ids=tokens, labels=tokens).loss
-        return loss, *torch.autograd.grad(loss, list(model.parameters()))
+        return torch.cat([grad.flatten() for grad in (loss, *torch.autograd.grad(loss, list(model.parameters())))])
 
-    def error(results):
-        return max((got - want).abs().max() / want.abs().max() for got, want in zip(results, exact))
-
-    exact = loss_and_gradients(deepcopy(model).double())
-    torch_error = error(loss_and_gradients(model))
+    expected = loss_and_gradients(deepcopy(model).double())
     monkeypatch.setattr(modeling_lr_attnres, "depth_mix", kernels.depth_mix)
     monkeypatch.setattr(modeling_lr_attnres, "depth_merge", kernels.depth_merge)
-    triton_error = error(loss_and_gradients(model))
-    assert 0 < triton_error <= 2 * torch_error
+    error = (loss_and_gradients(model) - expected).norm() / expected.norm()
+    assert 0 < error < 5e-5  # float32 through four layers of large weights; the pure-torch read is 2e-6 to 2e-5 off
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -290,14 +286,13 @@ def test_compiles_whole(dynamic, D=48, S=2, G=2):
     assert (graphs[0] == graphs[1]) is dynamic
 
 
-def test_operators_keep_their_contracts(T=2, D=48, Y=2):
+def test_operators_keep_their_contracts(T=2, D=48, S=3):
     """Schema, fake tensors, autograd registration and dynamic tracing, as `torch.library.opcheck` sees them."""
-    values = [leaf(BATCH, T, D) for _ in range(3)]
-    logits = [leaf(BATCH, T, 1) for _ in range(3)]
-    torch.library.opcheck(kernels.mix_op, (values, leaf(BATCH, T, 2, 3)))
-    torch.library.opcheck(kernels.merge_op, (values, logits, torch.float32))
-    torch.library.opcheck(kernels.merge_norm_op, (values, logits, torch.float32, leaf(D), EPS))
-    torch.library.opcheck(kernels.merge_norm_op, (values, logits, torch.float32, None, EPS))
+    values = [leaf(BATCH, T, D) for _ in range(S)]
+    torch.library.opcheck(kernels.mix_op, (values, leaf(BATCH, T, 2, S)))
+    torch.library.opcheck(kernels.merge_op, (values, leaf(BATCH, T, S), torch.float32))
+    torch.library.opcheck(kernels.merge_norm_op, (values, leaf(BATCH, T, S), torch.float32, leaf(D), EPS))
+    torch.library.opcheck(kernels.merge_norm_op, (values, leaf(BATCH, T, S), torch.float32, None, EPS))
 
 
 def test_two_copies_of_the_file_share_a_process():
