@@ -192,6 +192,8 @@ def main() -> None:
         report["source_sets"][name] = {"S": S, "G": G, "Y": Y, "resources": resources, "traffic": traffic}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    if any(row["spilled_bytes"] for results in report["source_sets"].values() for row in results["resources"]):
+        sys.exit("A kernel spills registers.")
 
 
 if __name__ == "__main__":

@@ -200,7 +200,8 @@ def merge_backward_kernel(
     grad_weight = tl.zeros([BLOCK_D], tl.float32)
     if norm_weight is not None:
         norm = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
-    for token in range(tl.program_id(0).to(tl.int64), num_tokens, tl.num_programs(0)):
+    # Addresses hoisted out of this loop would take more registers than there are.
+    for token in tl.range(tl.program_id(0).to(tl.int64), num_tokens, tl.num_programs(0), disable_licm=True):
         row = load_row(hidden, token, D, columns, inside)
         grad = tl.zeros([BLOCK_D], tl.float32)
         if grad_hidden is not None:
