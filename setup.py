@@ -33,7 +33,7 @@ setup(
         "tokenizer": TOKENIZER,
         "serve": SERVE,
         "eval": EVAL,
-        "dev": [*TEST, *TOKENIZER, *SERVE, *EVAL, "accelerate>=1.15", "ruff>=0.17"],
+        "dev": [*TEST, *TOKENIZER, *SERVE, *EVAL, "accelerate>=1.15", "ruff>=0.17", "triton>=3.7"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

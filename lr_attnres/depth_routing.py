@@ -90,16 +90,13 @@ def depth_mix(values: list[torch.Tensor], logits: torch.Tensor) -> tuple[torch.T
 
 
 def depth_merge(
-    mix: torch.Tensor,
-    lse: torch.Tensor,
-    values: list[torch.Tensor],
-    logits: list[torch.Tensor],
-    dtype: torch.dtype,
+    mix: torch.Tensor, lse: torch.Tensor, younger: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Phase 2: a mix [B, T, D] with its log-sum-exp [B, T, 1], Y younger values [B, T, D] with their logits [B, T, 1]
-    -> hidden [B, T, D], accumulated in the dtype of the logits and cast once."""
-    if not values:
+    """Phase 2: a mix [B, T, D] with its log-sum-exp [B, T, 1] and Y younger sources, each a value [B, T, D] and a
+    logit [B, T, 1] -> hidden [B, T, D], accumulated in the dtype of the logits and cast once."""
+    if not younger:
         return mix.contiguous().to(dtype)  # not a view, which would keep the mixes of the whole group alive
+    values, logits = zip(*younger)
     logits = torch.cat([lse, *logits], dim=-1)
     merge = DepthMerge.apply if needs_grad(mix, logits, *values) else merge_sources
     return merge(dtype, mix, logits, *values)

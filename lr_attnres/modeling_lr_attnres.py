@@ -31,6 +31,13 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_lr_attnres import LRAttnResConfig
 from .depth_routing import DepthSite, depth_logits, depth_merge, depth_mix, depth_rms_norm
+from .depth_routing_triton import depth_merge as triton_depth_merge
+from .depth_routing_triton import depth_mix as triton_depth_mix
+from .depth_routing_triton import triton
+
+
+# How phase 1 and phase 2 of a read are computed: the same results, see `set_depth_backend`.
+DEPTH_BACKENDS = {"torch": (depth_mix, depth_merge), "triton": (triton_depth_mix, triton_depth_merge)}
 
 
 @dataclass
@@ -236,6 +243,7 @@ class LRAttnResDepthRead(nn.Module):
         self.hidden_size, self.key_rank = config.hidden_size, config.depth_key_rank
         self.key_norm, self.eps = config.depth_key_norm, config.rms_norm_eps
         self.norm_emitted_keys = norms_emitted_keys(config)
+        self.backend = "torch"
         self.site = site
         # Logits end with the last site's, log-sum-exps with the last of the group: where they have this site's.
         from_last = site.index - 2 * config.num_hidden_layers - 1
@@ -276,16 +284,17 @@ class LRAttnResDepthRead(nn.Module):
         """Values and logits of the completed sources and, inside a block, of the partial one; the mixes made by the
         group so far -> hidden [B, T, D]; the mixes for the rest of the group."""
         values, logits = completed[0::2], completed[1::2]
+        mix_older, merge_younger = DEPTH_BACKENDS[self.backend]
         if self.site.opens_group:
-            mixes = depth_mix(values, torch.stack([older[..., self.here_to_group_end] for older in logits], dim=-1))
+            mixes = mix_older(values, torch.stack([older[..., self.here_to_group_end] for older in logits], dim=-1))
         if self.site.num_older == 1:
             mix, lse = values[0], logits[0][..., self.here]
         else:
             mix, *mixes = mixes
             lse = mixes[-1][..., self.here_in_group]
-        younger = [*values[self.site.num_older :], *source[:1]]
-        younger_logits = [*(recent[..., self.here] for recent in logits[self.site.num_older :]), *source[1:]]
-        hidden = depth_merge(mix, lse, younger, younger_logits, dtype)
+        recent = zip(values[self.site.num_older :], logits[self.site.num_older :])
+        younger = [(value, its_logits[..., self.here]) for value, its_logits in recent]
+        hidden = merge_younger(mix, lse, [*younger, source] if source else younger, dtype)
         return hidden, mixes if self.site.group_size > 1 else ()
 
     def depth_weights(self, completed: list[torch.Tensor], source: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -382,6 +391,22 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LRAttnResConfig, *args, **kwargs):
         config.validate()  # fields may have been set since the config was made, as `from_pretrained` overrides are
         super().__init__(config, *args, **kwargs)
+
+    @property
+    def depth_backend(self) -> str | None:
+        """What computes the reads; None in `standard`, which has none."""
+        reads = [module for module in self.modules() if isinstance(module, LRAttnResDepthRead)]
+        return reads[0].backend if self.config.residual_type != "standard" else None
+
+    def set_depth_backend(self, backend: str) -> None:
+        """Compute the reads with `"torch"` (the default, for any device) or with the `"triton"` kernels, for GPUs."""
+        if backend not in DEPTH_BACKENDS:
+            raise ValueError(f"The depth backend {backend!r} does not exist; choose one of {list(DEPTH_BACKENDS)}.")
+        if backend == "triton" and triton is None:
+            raise ImportError("The depth backend 'triton' needs triton: install it, or choose 'torch'.")
+        for module in self.modules():
+            if isinstance(module, LRAttnResDepthRead):
+                module.backend = backend
 
     @torch.no_grad()
     def _init_weights(self, module):

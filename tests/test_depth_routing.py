@@ -19,7 +19,7 @@ def test_two_phases_equal_the_naive_read(older, younger, sites):
     inputs = [logits, *values]
     *mixes, lse = depth_mix(values[:older], logits[..., :older])
     fused = [
-        depth_merge(mix, lse[..., [i]], values[older:], list(logits[..., i, older:].split(1, dim=-1)), mix.dtype)
+        depth_merge(mix, lse[..., [i]], list(zip(values[older:], logits[..., i, older:].split(1, dim=-1))), mix.dtype)
         for i, mix in enumerate(mixes)
     ]
     naive = [naive_depth_read(values, logits[..., i, :]) for i in range(sites)]
@@ -38,9 +38,7 @@ def test_gradcheck(check):
     mix, lse = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), logits[..., 0, :1].detach()
     younger = list(logits[..., 0, :].detach().split(1, dim=-1))
     merge_inputs = (mix, lse.clone().requires_grad_(), *values, *(logit.clone().requires_grad_() for logit in younger))
-    assert torch.autograd.gradcheck(
-        lambda m, z, *r: depth_merge(m, z, list(r[:3]), list(r[3:]), m.dtype), merge_inputs
-    )
+    assert check(lambda m, z, *r: depth_merge(m, z, list(zip(r[:3], r[3:])), m.dtype), merge_inputs)
 
 
 def test_one_source_is_the_identity_with_exactly_zero_query_gradient():
@@ -57,7 +55,7 @@ def test_function_transforms():
 
     def total(logits, *values):
         *mixes, lse = depth_mix(list(values), logits)
-        return depth_merge(mixes[0], lse[..., :1], [values[0]], [logits[..., 0, :1]], torch.float64).square().sum()
+        return depth_merge(mixes[0], lse[..., :1], [(values[0], logits[..., 0, :1])], torch.float64).square().sum()
 
     inputs = (logits, *values)
     whole = torch.func.grad(total, argnums=(0, 1, 2, 3))(*inputs)
@@ -99,6 +97,19 @@ def test_grouping_cuts_source_reads():
     """The naive schedule reads 1,224 (full) and 264 (8 blocks) values at the paper's depth."""
     assert source_reads(48, None) < 1224 * 0.3
     assert source_reads(48, 8) < 264 * 0.4
+
+
+def test_backend_is_visible_and_a_wrong_request_is_an_error():
+    model = small_model()
+    assert model.depth_backend == model.model.depth_backend == "torch"
+    assert small_model("standard").depth_backend is None
+    with pytest.raises(ValueError, match="'cuda' does not exist.*'torch', 'triton'"):
+        model.set_depth_backend("cuda")
+    pytest.importorskip("triton", reason="triton is not installed")
+    model.set_depth_backend("triton")
+    assert model.depth_backend == "triton"
+    with pytest.raises(ValueError, match="on the CPU"):
+        model(random_tokens(1, 5))
 
 
 # What is saved for backward

@@ -23,7 +23,12 @@ import lr_attnres
 from lr_attnres import LRAttnResForCausalLM, LRAttnResForSequenceClassification
 
 
-CODE_FILES = {"configuration_lr_attnres.py", "depth_routing.py", "modeling_lr_attnres.py"}
+CODE_FILES = {
+    "configuration_lr_attnres.py",
+    "depth_routing.py",
+    "depth_routing_triton.py",
+    "modeling_lr_attnres.py",
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

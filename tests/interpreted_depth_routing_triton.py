@@ -1,0 +1,327 @@
+"""The Triton kernels against the float64 oracle, under Triton's interpreter.
+
+Collected by `test_depth_routing_triton.py` in a process of its own: the interpreter is chosen when triton is imported.
+Shape letters: B batch, T tokens, D hidden size, R key rank, S sources, G sites of a group, Y younger sources.
+"""
+
+import importlib.util
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+import triton.language as tl
+from common import random_tokens, small_model
+from torch.nn.functional import rms_norm
+from triton.runtime import interpreter
+
+from lr_attnres import depth_routing_triton as kernels
+from lr_attnres.depth_routing import depth_logits, naive_depth_read
+
+
+BATCH, EPS = 2, 2**-23
+# Largest error over largest value (or 1). float32 rounds each term of a sum, at 2^-24. In half precision the hidden
+# states are rounded (2^-11, bfloat16 2^-8) before the norm and the backward use them: the gradient of a logit is the
+# difference of two dot products, one of them with these, and gets up to four such units.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+
+
+@pytest.fixture(autouse=True)
+def interpreter_like_a_gpu(monkeypatch):
+    """Casts round to nearest, as on a GPU; the interpreter cuts bfloat16 off. And it prepares `triton.language` again
+    at each call of a function inside a kernel, which takes most of its time: once per launch will do."""
+    launch, convert = interpreter.GridExecutor.__call__, interpreter._convert_float
+
+    def prepared_launch(executor, *args, **kwargs):
+        scope = interpreter._patch_lang(tl.sum.fn)
+        try:
+            return launch(executor, *args, **kwargs)
+        finally:
+            scope.restore()
+
+    def rounding_convert(data, source, target, rounding):
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return torch.tensor(data).bfloat16().view(torch.uint16).numpy()
+        return convert(data, source, target, rounding)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", prepared_launch)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", lambda f, *a, **k: f.rewrite()(*a, **k))
+    monkeypatch.setattr(interpreter, "_convert_float", rounding_convert)
+
+
+def batch_size(T: int) -> int:
+    return BATCH if T < 1000 else 1  # the interpreter is slow
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def with_gradients(function, leaves: list[torch.Tensor], grads: list[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """The outputs of `function(*leaves)`, then the gradient of every leaf; those of the outputs may be given."""
+    outputs = function(*leaves)
+    torch.manual_seed(1)
+    grads = grads or [torch.randn(output.shape).to(output.dtype) for output in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+
+
+def assert_matches(read, oracle, leaves: list[torch.Tensor], tolerance: float) -> list[torch.Tensor]:
+    """Outputs and gradients of `read`, compared with those of `oracle` in float64."""
+    actual = with_gradients(read, leaves)
+    torch.manual_seed(1)
+    grads = [torch.randn(output.shape).to(output.dtype).double() for output in actual[: -len(leaves)]]
+    expected = with_gradients(oracle, [tensor.detach().double().requires_grad_() for tensor in leaves], grads)
+    assert [tensor.dtype for tensor in actual[-len(leaves) :]] == [tensor.dtype for tensor in leaves]
+    for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        error = (got.double() - want).abs().max() / want.abs().max().clamp(min=1)
+        assert error <= tolerance, f"tensor {i} of {len(actual)}: {error:.2e} > {tolerance:.2e}"
+    return actual
+
+
+def oracle_mix(logits, *values):
+    mixes = [naive_depth_read(values, logits[..., g, :]) for g in range(logits.shape[-2])]
+    return *mixes, logits.logsumexp(-1)
+
+
+def oracle_merge(mix, lse, *younger):
+    values, logits = [mix, *younger[0::2]], [lse, *younger[1::2]]
+    return (naive_depth_read(values, torch.cat(logits, dim=-1)),)
+
+
+def triton_mix(logits, *values):
+    return kernels.depth_mix(list(values), logits)
+
+
+def triton_merge(dtype):
+    return lambda mix, lse, *y: (kernels.depth_merge(mix, lse, list(zip(y[0::2], y[1::2])), dtype),)
+
+
+def merge_leaves(T: int, D: int, Y: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    B = batch_size(T)
+    pairs = [(leaf(B, T, D, dtype=dtype), leaf(B, T, 1)) for _ in range(Y)]
+    return [leaf(B, T, D), leaf(B, T, 1), *(tensor for pair in pairs for tensor in pair)]
+
+
+@pytest.mark.parametrize(
+    ("T", "D", "S", "G", "dtype"),
+    [
+        (1, 48, 1, 1, torch.float32),
+        (17, 80, 2, 7, torch.float32),
+        (1000, 48, 2, 1, torch.bfloat16),
+        (3, 1024, 9, 6, torch.bfloat16),
+        (1, 1024, 5, 3, torch.float32),
+        (2, 80, 16, 5, torch.float16),
+        (1, 80, 25, 4, torch.bfloat16),  # one more than a launch of the backward takes
+        (1, 48, 49, 7, torch.float32),
+        (1, 48, 70, 2, torch.float16),  # two launches of the forward, three of the backward
+        (1, 80, 2, 24, torch.float32),  # many sites: narrow chunks
+    ],
+)
+def test_mix_equals_the_oracle(T, D, S, G, dtype):
+    B = batch_size(T)
+    leaves = [leaf(B, T, G, S), *(leaf(B, T, D, dtype=dtype) for _ in range(S))]
+    *mixes, lse = assert_matches(triton_mix, oracle_mix, leaves, TOLERANCE[dtype])[: G + 1]
+    assert all(mix.dtype == lse.dtype == torch.float32 for mix in mixes)
+
+
+MERGES = [
+    (1, 48, 1, torch.float32),
+    (17, 80, 2, torch.bfloat16),
+    (3, 1024, 6, torch.bfloat16),
+    (2, 1024, 1, torch.float32),
+    (5, 80, 12, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("T", "D", "Y", "dtype"), [*MERGES, (1000, 48, 1, torch.float16)])
+def test_merge_equals_the_oracle(T, D, Y, dtype):
+    leaves = merge_leaves(T, D, Y, dtype)
+    hidden, *_ = assert_matches(triton_merge(dtype), oracle_merge, leaves, TOLERANCE[dtype])
+    assert hidden.dtype == dtype
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("T", "D", "Y", "dtype"), [*MERGES, (3, 80, 0, torch.bfloat16)])
+def test_merge_norm_equals_the_oracle(T, D, Y, dtype, weighted, monkeypatch):
+    def actual_read(*leaves):
+        weight, (mix, lse, *y) = (leaves[0], leaves[1:]) if weighted else (None, leaves)
+        return kernels.depth_merge_norm(mix, lse, list(zip(y[0::2], y[1::2])), dtype, weight, EPS)
+
+    def expected_read(*leaves):
+        weight, leaves = (leaves[0], leaves[1:]) if weighted else (None, leaves)
+        (hidden,) = oracle_merge(*leaves)
+        return hidden, rms_norm(hidden, (D,), weight, EPS)
+
+    leaves = [leaf(D, dtype=dtype)] * weighted + merge_leaves(T, D, Y, dtype)
+    monkeypatch.setattr(kernels, "MAX_WEIGHT_GRADIENTS", 3)  # so that a program sees several tokens
+    hidden, normed, *_ = assert_matches(actual_read, expected_read, leaves, TOLERANCE[dtype])
+    assert hidden.dtype == normed.dtype == dtype
+
+
+def test_no_younger_source_returns_the_mix():
+    mix, lse = leaf(BATCH, 3, 48), leaf(BATCH, 3, 1)
+    assert torch.equal(kernels.depth_merge(mix, lse, [], torch.float32), mix)
+    assert torch.equal(kernels.depth_merge(mix, lse, [], torch.bfloat16), mix.bfloat16())
+
+
+@pytest.mark.parametrize("used", ["hidden", "normed"])
+def test_either_output_of_merge_norm_may_be_unused(used):
+    index = ["hidden", "normed"].index(used)
+    leaves = merge_leaves(2, 48, 2, torch.float32)
+
+    def expected_read(*leaves):
+        (hidden,) = oracle_merge(*leaves)
+        return ((hidden, rms_norm(hidden, (48,), None, EPS))[index],)
+
+    def actual_read(mix, lse, *y):
+        return (kernels.depth_merge_norm(mix, lse, list(zip(y[0::2], y[1::2])), torch.float32, None, EPS)[index],)
+
+    assert_matches(actual_read, expected_read, leaves, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("R", [1, 16, 64, 80])
+def test_values_in_a_wider_buffer_and_keys_of_any_rank(R, T=3, D=80, S=3, G=2):
+    """A whole group from its values to its normed states: phase 1, phase 2, and the gradients of queries and keys.
+
+    The values are the first D columns of what a sub-layer emits, [B, T, D + R], and the keys are the others."""
+
+    def group(mix, merge_norm):
+        def read(queries, *emitted):
+            logits = [depth_logits(output[..., D:], queries, True, EPS) for output in emitted]
+            values = [output[..., :D] for output in emitted]
+            *mixes, lse = mix(torch.stack(logits[:S], dim=-1), *values[:S])
+            younger = [(value, logit) for value, logit in zip(values[S:], logits[S:])]
+            reads = []
+            for g in range(G):
+                pairs = [(value, logit[..., g : g + 1]) for value, logit in younger[: g + 1]]
+                reads += merge_norm(mixes[g], lse[..., g : g + 1], pairs)
+            return reads
+
+        return read
+
+    def oracle_merge_norm(mix, lse, younger):
+        (hidden,) = oracle_merge(mix, lse, *(tensor for pair in younger for tensor in pair))
+        return hidden, rms_norm(hidden, (D,), None, EPS)
+
+    def triton_merge_norm(mix, lse, younger):
+        return kernels.depth_merge_norm(mix, lse, younger, torch.float32, None, EPS)
+
+    leaves = [leaf(G, R), *(leaf(BATCH, T, D + R) for _ in range(S + G))]
+    actual_read, expected_read = group(triton_mix, triton_merge_norm), group(oracle_mix, oracle_merge_norm)
+    assert_matches(actual_read, expected_read, leaves, 1e-5)  # the key norm, two phases and a norm, one after another
+
+
+def test_any_layout_of_values_and_gradients(T=3, D=48, S=2, G=2):
+    """Columns that are no neighbours, batches that do not follow each other, gradients expanded from one number."""
+    emitted = [leaf(T, D, BATCH) for _ in range(S)]
+    logits = leaf(BATCH, T, G, S)
+
+    def loss(mix):
+        def read(logits, *emitted):
+            values = [emitted[0].permute(2, 0, 1), emitted[1].permute(2, 0, 1).contiguous().transpose(0, 1)]
+            values[1] = values[1].contiguous().transpose(0, 1)  # [B, T, D], tokens outermost in memory
+            return (sum(output.sum() for output in mix(logits, *values)),)
+
+        return read
+
+    assert_matches(loss(triton_mix), loss(oracle_mix), [logits, *emitted], 1e-5)  # the loss sums 600 numbers
+
+
+def test_one_source_is_the_identity_with_no_logit_gradient():
+    logits, value = leaf(BATCH, 3, 2, 1), leaf(BATCH, 3, 48)
+    first, second, lse = kernels.depth_mix([value], logits)
+    assert torch.equal(first, value) and torch.equal(second, value) and torch.equal(lse, logits[..., 0])
+    (grad,) = torch.autograd.grad([first, second], logits, [torch.randn_like(value)] * 2)
+    assert torch.count_nonzero(grad) == 0
+
+
+def test_large_logits_do_not_overflow():
+    values, logits = [leaf(BATCH, 2, 48) for _ in range(3)], leaf(BATCH, 2, 1, 3) * 1e4
+    *_, lse = outputs = kernels.depth_mix(values, logits)
+    expected = oracle_mix(logits.double(), *(value.double() for value in values))
+    assert all(torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5) for got, want in zip(outputs, expected))
+    younger = [(values[0], logits[..., 0, :1])]
+    hidden = kernels.depth_merge(values[1], lse, younger, torch.float32)
+    assert hidden.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", ["attnres_full", "projected_full", "sliced_block"])
+def test_a_model_reads_the_same(variant):
+    """Loss and every gradient of a whole float32 model, against the pure-torch read in float64."""
+    model, tokens = small_model(variant), random_tokens(BATCH, 5)
+
+    def loss_and_gradients(model):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        return torch.cat([grad.flatten() for grad in (loss, *torch.autograd.grad(loss, list(model.parameters())))])
+
+    expected = loss_and_gradients(deepcopy(model).double())
+    model.set_depth_backend("triton")
+    error = (loss_and_gradients(model) - expected).norm() / expected.norm()
+    assert 0 < error < 5e-5  # float32 through four layers of large weights; the pure-torch read is 2e-6 to 2e-5 off
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole(dynamic, D=48, S=2, G=2):
+    """Under torch.compile, with no graph break, forward and backward; with dynamic shapes, once for all lengths."""
+
+    def read(logits, *values):
+        *mixes, lse = kernels.depth_mix(list(values[:S]), logits)
+        younger = [(values[S], logits[..., 0, :1])]
+        hidden = kernels.depth_merge(mixes[0], lse[..., :1], younger, torch.bfloat16)
+        return hidden, *kernels.depth_merge_norm(mixes[1], lse[..., 1:], younger, torch.float32, None, EPS)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(read, backend=counter, fullgraph=True, dynamic=dynamic)
+    graphs = []
+    for T in (3, 5):
+        leaves = [leaf(BATCH, T, G, S), *(leaf(BATCH, T, D) for _ in range(S + 1))]
+        for got, want in zip(with_gradients(compiled, leaves), with_gradients(read, leaves)):
+            assert torch.equal(got, want)
+        graphs.append(counter.frame_count)
+    assert (graphs[0] == graphs[1]) is dynamic
+
+
+def test_operators_keep_their_contracts(T=2, D=48, S=3):
+    """Schema, fake tensors, autograd registration and dynamic tracing, as `torch.library.opcheck` sees them."""
+    values = [leaf(BATCH, T, D) for _ in range(S)]
+    torch.library.opcheck(kernels.mix_op, (values, leaf(BATCH, T, 2, S)))
+    torch.library.opcheck(kernels.merge_op, (values, leaf(BATCH, T, S), torch.float32))
+    torch.library.opcheck(kernels.merge_norm_op, (values, leaf(BATCH, T, S), torch.float32, leaf(D), EPS))
+    torch.library.opcheck(kernels.merge_norm_op, (values, leaf(BATCH, T, S), torch.float32, None, EPS))
+
+
+def test_two_copies_of_the_file_share_a_process():
+    """The package and a Hub repository's remote code: both register operators, neither takes the other's."""
+    spec = importlib.util.spec_from_file_location("remote_code.depth_routing_triton", kernels.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = copy
+    spec.loader.exec_module(copy)
+    logits, values = leaf(BATCH, 2, 2, 2), [leaf(BATCH, 2, 48) for _ in range(2)]
+    ours = with_gradients(triton_mix, [logits, *values])
+    theirs = with_gradients(lambda logits, *values: copy.depth_mix(list(values), logits), [logits, *values])
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    assert copy.mix_op is not kernels.mix_op
+
+
+def test_wrong_inputs_are_errors():
+    values, logits = [leaf(BATCH, 2, 48) for _ in range(2)], leaf(BATCH, 2, 1, 2)
+    with pytest.raises(ValueError, match="need logits"):
+        kernels.depth_mix(values, leaf(BATCH, 2, 1, 3))
+    with pytest.raises(ValueError, match="one shape"):
+        kernels.depth_mix([values[0], leaf(BATCH, 3, 48)], logits)
+    with pytest.raises(TypeError, match="float32 logits, not torch.bfloat16"):
+        kernels.depth_mix(values, logits.bfloat16())
+    with pytest.raises(TypeError, match="values, not torch.float64"):
+        kernels.depth_merge(values[0], logits[..., 0, :1], [(values[1].double(), logits[..., 0, 1:])], torch.float32)
+
+
+def test_bytes_moved_are_close_to_the_ideal():
+    """At the paper's width: a read costs its wide inputs and outputs once, plus at most 6 % for logits and dots."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import triton_report
+
+    ratios = {row["read"]: row["ratio"] for row in triton_report.count_reads(S=8, G=6, Y=2)}
+    assert len(ratios) == 8 and all(1 <= ratio <= 1.06 for ratio in ratios.values()), ratios

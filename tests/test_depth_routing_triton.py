@@ -1,0 +1,92 @@
+"""The Triton kernels: their numbers, under the interpreter; what they compile to, for GPUs that are not here."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from lr_attnres import depth_routing_triton as kernels  # noqa: E402
+
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import triton_report  # noqa: E402
+
+
+KERNELS = {name for name in vars(kernels) if name.endswith("_kernel")}
+
+
+@pytest.fixture
+def compile_only(monkeypatch):
+    """Kernels are compiled for an H100 and not run."""
+    driver = triton_report.CompileOnlyDriver(90)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    yield driver
+    for name in KERNELS:
+        getattr(kernels, name).device_caches.clear()
+
+
+def test_equals_the_oracle_under_the_interpreter():
+    """The interpreter is chosen when triton is imported, so these tests have a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/interpreted_depth_routing_triton.py"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("capability", triton_report.CAPABILITIES)
+def test_every_kernel_compiles_without_spills(capability, compile_only):
+    """To a cubin, at the paper's width: the mix of 8 blocks, the merge of full sources (their mix compiles for half a
+    minute: it is in the report). No atomics: sums have one order."""
+    S, G, _ = triton_report.largest_reads(num_blocks=8)
+    *_, Y = triton_report.largest_reads(num_blocks=None)
+    table = triton_report.compile_reads(capability, S, G, Y)
+    assert {row["kernel"] for row in table} == KERNELS
+    assert all(row["registers"] > 0 and row["spilled_bytes"] == 0 for row in table), table
+    assert all(row["shared_bytes"] <= 4096 for row in table), table
+    for name in KERNELS:
+        compiled = getattr(kernels, name).device_caches[capability][0].values()
+        assert compiled and not any(re.search(r"\b(atom|red)\.", kernel.asm["ptx"]) for kernel in compiled)
+
+
+def test_no_kernel_is_compiled_again_for_another_length_or_site(compile_only, monkeypatch, D=64):
+    """Nor for other logits: the columns of a site differ in stride and alignment from site to site."""
+    monkeypatch.setattr(kernels, "INTERPRETED", True)  # tensors on the CPU pass for the driver that runs nothing
+    compiled = []
+    for T, num_sites in ((1, 1), (2, 2), (16, 3), (17, 16), (1000, 17), (2048, 48)):
+        mix, value, norm_weight = (torch.zeros(shape, requires_grad=True) for shape in ((1, T, D), (1, T, D), (D,)))
+        *mixes, lse = kernels.depth_mix([mix, value], torch.zeros(1, T, 2, 2))
+        younger = [(value, torch.zeros(1, T, num_sites)[..., -1:])]
+        outputs = kernels.depth_merge_norm(mixes[0], lse[..., 1:], younger, torch.float32, norm_weight, 1e-6)
+        torch.autograd.backward(outputs[1].sum())
+        compiled.append(len(compile_only.binaries))
+    assert set(compiled) == {len(KERNELS)}
+
+
+def test_tensors_on_the_cpu_are_an_error():
+    with pytest.raises(ValueError, match="move them to a GPU"):
+        kernels.depth_mix([torch.zeros(1, 1, 8)], torch.zeros(1, 1, 1, 1))
+
+
+def test_without_triton_importing_works_and_calling_explains():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+import depth_routing_triton as kernels
+try:
+    kernels.depth_merge_norm(torch.zeros(1, 1, 8), torch.zeros(1, 1, 1), [], torch.float32, None, 1e-6)
+except ImportError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT / "lr_attnres", capture_output=True, text=True, check=True)
+    assert "needs triton: install it" in result.stdout
