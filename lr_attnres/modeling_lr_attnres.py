@@ -381,7 +381,6 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
-    _keep_in_fp32_modules_strict = ["depth_queries"]
     _can_record_outputs = {
         "hidden_states": LRAttnResDecoderLayer,
         "attentions": LRAttnResAttention,
@@ -391,6 +390,8 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LRAttnResConfig, *args, **kwargs):
         config.validate()  # fields may have been set since the config was made, as `from_pretrained` overrides are
         super().__init__(config, *args, **kwargs)
+        if config.residual_type != "standard":
+            self._keep_in_fp32_modules_strict = ["depth_queries"]
 
     @property
     def depth_backend(self) -> str | None:
