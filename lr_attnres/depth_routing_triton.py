@@ -243,8 +243,10 @@ def depth_merge(
 ) -> torch.Tensor:
     """Phase 2: a mix [B, T, D] with its log-sum-exp [B, T, 1] and the younger sources, each a value [B, T, D] and a
     logit [B, T, 1] -> hidden [B, T, D]."""
+    if not younger:
+        return mix.to(dtype)
     values, logits = side_by_side(mix, lse, younger)
-    return merge_op(values, logits, dtype) if younger else mix.to(dtype)
+    return merge_op(values, logits, dtype)
 
 
 def depth_merge_norm(

@@ -291,6 +291,8 @@ def test_operators_keep_their_contracts(T=2, D=48, S=3):
     torch.library.opcheck(kernels.merge_op, (values, leaf(BATCH, T, S), torch.float32))
     torch.library.opcheck(kernels.merge_norm_op, (values, leaf(BATCH, T, S), torch.float32, leaf(D), EPS))
     torch.library.opcheck(kernels.merge_norm_op, (values, leaf(BATCH, T, S), torch.float32, None, EPS))
+    *mixes, lse = kernels.depth_mix([value.to("meta") for value in values], torch.empty(BATCH, T, 2, S, device="meta"))
+    assert [mix.shape for mix in mixes] == [(BATCH, T, D)] * 2 and lse.shape == (BATCH, T, 2) and lse.is_meta
 
 
 def test_two_copies_of_the_file_share_a_process():
