@@ -40,15 +40,17 @@ ROWS = {
 class NaiveDepthRead(LRAttnResDepthRead):
     """The same site with one read over a stack of all its sources, differentiated by autograd."""
 
-    def read(self, completed, source, mixes, dtype):
+    def read(self, completed, source, mixes, dtype, norm):
         logits = torch.cat([*(older[..., self.here] for older in completed[1::2]), *source[1:]], dim=-1)
-        return naive_depth_read([*completed[0::2], *source[:1]], logits).to(dtype), ()
+        hidden = naive_depth_read([*completed[0::2], *source[:1]], logits).to(dtype)
+        return hidden, norm and norm(hidden), ()
 
 
 def read_naively(model: LRAttnResForCausalLM) -> LRAttnResForCausalLM:
     for module in model.modules():
         if isinstance(module, LRAttnResDepthRead):
             module.__class__ = NaiveDepthRead
+    model.model.reads_from_bank = lambda embeddings: False
     return model
 
 
