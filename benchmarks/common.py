@@ -7,6 +7,7 @@ reported is the ratio to `standard`.
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ ROWS = {
     "attnres full, naive read": {"residual_type": "attnres", "num_depth_blocks": None},
     "Qwen3ForCausalLM": None,
 }
+PAPER_DEPTH_ROWS = [row for row in ROWS if "N=4" not in row]
 
 
 class NaiveDepthRead(LRAttnResDepthRead):
@@ -106,6 +108,7 @@ def compare(
         columns[mode] = {"standard": 1.0}
         for start in range(0, len(chosen), 4):
             batch = ["standard", *chosen[start : start + 4]]
+            print(f"{mode}: {', '.join(batch)}", file=sys.stderr, flush=True)
             times = interleave({row: make_step(row, mode == "compiled") for row in batch}, repeats)
             columns[mode] |= {row: times[row] / times["standard"] for row in batch}
             torch.compiler.reset()

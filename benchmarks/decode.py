@@ -1,7 +1,7 @@
 """Decoding one token with the KV cache at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from common import PAPER_WIDTH, build, time_rows, timing_parser
+from common import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
 from transformers import StaticCache
 
 
@@ -25,4 +25,6 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
 
 
 if __name__ == "__main__":
-    time_rows("decode", decode_steps, timing_parser(__doc__, repeats=6, layers=24, tokens=16).parse_args())
+    arguments = timing_parser(__doc__, repeats=6, layers=24, tokens=16)
+    arguments.set_defaults(rows=PAPER_DEPTH_ROWS)
+    time_rows("decode", decode_steps, arguments.parse_args())

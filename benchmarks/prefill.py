@@ -1,7 +1,7 @@
 """Prefill of a prompt without gradients at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from common import PAPER_WIDTH, build, time_rows, timing_parser
+from common import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
 
 
 def prefill(row: str, layers: int, tokens: int, compiled: bool):
@@ -17,4 +17,6 @@ def prefill(row: str, layers: int, tokens: int, compiled: bool):
 
 
 if __name__ == "__main__":
-    time_rows("prefill", prefill, timing_parser(__doc__, repeats=4, layers=24, tokens=512).parse_args())
+    arguments = timing_parser(__doc__, repeats=4, layers=24, tokens=512)
+    arguments.set_defaults(rows=PAPER_DEPTH_ROWS)
+    time_rows("prefill", prefill, arguments.parse_args())
