@@ -94,6 +94,9 @@ def test_autocast_keeps_the_gradient_of_float32_weights():
     assert (gradient - gradients(expected, weight)[0]).norm() < 1e-2 * gradient.norm()
 
 
+CLOSE = {"atol": 1e-5, "rtol": 1e-4}  # float32 sums in another order
+
+
 def compare(model, changed=None, **inputs):
     """Loss and every gradient of a model with its plain loss, and of a copy with the chunked one."""
     chunked = copy.deepcopy(model) if changed is None else changed
@@ -105,9 +108,7 @@ def compare(model, changed=None, **inputs):
     ours.loss.backward()
     grads = {name.replace("_orig_mod.", ""): parameter.grad for name, parameter in chunked.named_parameters()}
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            grads[name], parameter.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(grads[name], parameter.grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("tied", [False, True])
