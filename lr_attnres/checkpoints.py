@@ -75,7 +75,7 @@ class Checkpoints:
         except FILE_ERRORS as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written: {_reason(error)} The last good one is {self.last()}."
+                f"the checkpoint of step {step} cannot be written: {_reason(error)} Last good one: {self.last()}."
             ) from error
         self.accelerator.wait_for_everyone()
         return self.path(step)
@@ -97,8 +97,8 @@ class Checkpoints:
         last = self.last()
         if resume is None and last is not None:
             raise CheckpointError(
-                f"{self.folder.parent} already holds a run (up to {last.name}): go on with --resume, or choose another "
-                "--output-dir."
+                f"{self.folder.parent} already holds a run (up to {last.name}): go on with --resume, or choose "
+                "another --output-dir."
             )
         if resume in (None, "last"):
             return last
@@ -106,8 +106,8 @@ class Checkpoints:
         step = read_state(checkpoint)["step"]
         if last is not None and self.steps()[-1] > step:
             raise CheckpointError(
-                f"{self.folder.parent} holds checkpoints after step {step} (up to {last.name}): delete them, or choose "
-                "another --output-dir."
+                f"{self.folder.parent} holds checkpoints after step {step} (up to {last.name}): delete them, or "
+                "choose another --output-dir."
             )
         return checkpoint
 

@@ -79,7 +79,7 @@ def check_fits(config, manifest: dict) -> None:
     """Raise where the model cannot read the data."""
     vocab_size, length = manifest["tokenizer"]["vocab_size"], manifest["settings"]["sequence_length"]
     if config.vocab_size < vocab_size:
-        raise ValueError(f"`vocab_size` is {config.vocab_size}, but the tokenizer of the data has {vocab_size} tokens.")
+        raise ValueError(f"`vocab_size` is {config.vocab_size}, but the data has {vocab_size} different tokens.")
     if config.max_position_embeddings < length:
         raise ValueError(
             f"`max_position_embeddings` is {config.max_position_embeddings}, less than a row of the data ({length})."
@@ -94,8 +94,8 @@ def num_targets(labels: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _plain_cross_entropy(model: torch.nn.Module) -> Iterator[None]:
     """In chunks, without z-loss."""
-    language_model = next(module for module in model.modules() if "chunked_loss" in vars(module))
-    before = language_model.chunked_loss
+    language_model = next((module for module in model.modules() if "chunked_loss" in vars(module)), None)
+    before = getattr(language_model, "chunked_loss", None)
     use_chunked_loss(model)
     try:
         yield

@@ -50,7 +50,9 @@ class TrainArguments:
     seed: int = argument(0, "of the weights and of the order of the data")
 
     batch_tokens: int = argument(262_144, "tokens of an optimizer step, over all processes")
-    micro_batch_size: int = argument(8, "rows of one forward of one process; accumulation makes up the rest", free=True)
+    micro_batch_size: int = argument(
+        8, "rows of one forward of one process; accumulation makes up the rest", free=True
+    )
     lr_muon: float = argument(1e-3, "peak learning rate of the matrices inside the layers")
     lr_adamw: float = argument(3e-4, "peak learning rate of embeddings, head and norms")
     lr_queries: float | None = argument(None, "peak learning rate of the depth queries; default: that of AdamW")
@@ -64,6 +66,7 @@ class TrainArguments:
     z_loss: float = argument(1e-5, "weight of the squared log-sum-exp of the logits")
 
     mixed_precision: str = argument("auto", "auto: bf16 on GPUs, no on CPUs", choices=["auto", "bf16", "no"])
+    attn_implementation: str = argument("sdpa", "sdpa, eager, flash_attention_2, flex_attention, ...", free=True)
     gradient_checkpointing: bool = argument(False, "less memory for more compute", free=True)
     compile: bool = argument(False, "torch.compile the model", free=True)
     num_workers: int = argument(0, "processes that read data ahead", free=True)
@@ -106,7 +109,9 @@ class TrainArguments:
             if name in VARIANT_FIELDS:
                 raise ValueError(f"`model` sets {name}, which `variant` = {self.variant} decides: change `variant`.")
             if name not in known:
-                raise ValueError(f"`model` has the field {name!r}, which LRAttnResConfig has not{_similar(name, known)}.")
+                raise ValueError(
+                    f"`model` has the field {name!r}, which LRAttnResConfig has not{_similar(name, known)}."
+                )
         return variant_fields(self.variant) | self.model
 
     def bound(self) -> dict[str, Any]:
