@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 from .hub_errors import explain_os_error
 
@@ -141,7 +144,8 @@ class Checkpoints:
         if weights:  # sharded models are not among them
             weights.clear()
             if self.accelerator.is_main_process:
-                self._unwrap(models[0]).save_pretrained(folder, max_shard_size="1TB")
+                with without_progress_bar():
+                    self._unwrap(models[0]).save_pretrained(folder, max_shard_size="1TB")
 
     def _load_weights(self, models: list[torch.nn.Module], folder: str) -> None:
         if models:
@@ -163,6 +167,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}") from error
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Of Transformers, for every file it writes."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def sync_to_disk(folder: Path) -> None:

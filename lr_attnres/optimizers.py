@@ -20,7 +20,7 @@ class _NoBfloat16(TorchFunctionMode):
 class MatrixMuon(Muon):
     """`torch.optim.Muon`, whose Newton-Schulz iteration runs in float32 on CPUs.
 
-    It is written for bfloat16, which GPUs multiply fastest and most CPUs only emulate, a hundred times slower.
+    It is written for bfloat16, which GPUs multiply fastest and most CPUs can only emulate.
     """
 
     def step(self, closure=None):

@@ -8,9 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,11 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
-from .checkpoints import Checkpoints, read_state, sync_to_disk
+from .batches import StepBatches
+from .checkpoints import Checkpoints, read_state, sync_to_disk, without_progress_bar
 from .configuration_lr_attnres import LRAttnResConfig
 from .data import PackedTokens
 from .evaluation import check_fits, evaluate, num_targets
@@ -171,68 +170,6 @@ def shard_queries_in_float32(accelerator: Accelerator, model: LRAttnResForCausal
         fully_shard(model.model.depth_queries, mesh=mesh)
 
 
-class StepBatches:
-    """The micro-batches of this process, step by step, from the step after `done` on.
-
-    The rows of a step depend on the seed and its number alone: not on the processes, nor on where a run was resumed.
-    """
-
-    def __init__(self, data: PackedTokens, args: TrainArguments, accelerator: Accelerator, done: int):
-        self.accelerator, processes = accelerator, accelerator.num_processes
-        length = data.manifest["settings"]["sequence_length"]
-        rows, rest = divmod(args.batch_tokens, length)
-        if rest or rows % processes:
-            raise ValueError(
-                f"`batch_tokens` is {args.batch_tokens}; it must be a multiple of {processes * length}: rows of "
-                f"{length} tokens, as many for each of the {processes} processes."
-            )
-        share = rows // processes
-        self.micro_batch_size = max(n for n in range(1, args.micro_batch_size + 1) if share % n == 0)
-        self.accumulation = share // self.micro_batch_size
-        sampler = MicroBatchSampler(len(data), rows, self, args, done)
-        self.loader = DataLoader(
-            data,
-            batch_sampler=sampler,
-            num_workers=args.num_workers,
-            pin_memory=accelerator.device.type == "cuda",
-            generator=torch.Generator(),  # its own: reading data must not touch the state that is saved
-        )
-
-    def __iter__(self) -> Iterator[list[dict[str, torch.Tensor]]]:
-        micro_batches = iter(self.loader)
-        while True:
-            try:
-                yield [next(micro_batches) for _ in range(self.accumulation)]
-            except StopIteration:
-                return
-
-
-class MicroBatchSampler(Sampler):
-    """Row numbers: every epoch a new permutation of all rows, cut into steps, each dealt out to the processes."""
-
-    def __init__(self, num_rows: int, batch_rows: int, batches: StepBatches, args: TrainArguments, done: int):
-        self.num_rows, self.batch_rows, self.seed = num_rows, batch_rows, args.seed
-        self.steps = range(done, args.steps)
-        self.shape = (batches.accumulation, batches.accelerator.num_processes, batches.micro_batch_size)
-        self.process = batches.accelerator.process_index
-        self.permutation = lru_cache(maxsize=2)(self._permutation)
-
-    def _permutation(self, epoch: int) -> torch.Tensor:
-        return torch.randperm(self.num_rows, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
-
-    def rows(self, step: int) -> torch.Tensor:
-        """The rows of a step, counted from 0, for all processes together."""
-        positions = torch.arange(step * self.batch_rows, (step + 1) * self.batch_rows)
-        epochs = (positions // self.num_rows).unique().tolist()
-        return torch.cat(
-            [self.permutation(i)[positions[positions // self.num_rows == i] % self.num_rows] for i in epochs]
-        )
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in self.steps:
-            yield from self.rows(step).view(self.shape)[:, self.process].tolist()
-
-
 def learning_rate_factor(step: int, args: TrainArguments) -> float:
     """Of the peak, at step 1..steps: linear warm-up, constant, linear warm-down that ends at the last step."""
     warmup = step / args.warmup_steps if args.warmup_steps else 1.0
@@ -333,7 +270,8 @@ def export(accelerator: Accelerator, model: torch.nn.Module, args: TrainArgument
         shutil.rmtree(temporary, ignore_errors=True)
         with torch.device("meta"):
             plain = LRAttnResForCausalLM(bare.config)
-        plain.save_pretrained(temporary, state_dict=weights)
+        with without_progress_bar():
+            plain.save_pretrained(temporary, state_dict=weights)
         AutoTokenizer.from_pretrained(Path(args.data) / "tokenizer").save_pretrained(temporary)
         evaluation = [{"dataset": Path(args.data).name, "metric": "validation loss", "value": loss}]
         write_provenance(
@@ -357,10 +295,8 @@ def data_hash(manifest: dict) -> str:
 
 
 def describe(args: TrainArguments, model: torch.nn.Module, batches: StepBatches, checkpoint: Path | None) -> str:
-    processes = batches.accelerator.num_processes
-    shape = f"{processes} x {batches.accumulation} x {batches.micro_batch_size} rows"
-    start = f"resumed from {checkpoint}" if checkpoint else "from the start"
+    shape = f"{batches.accelerator.num_processes} x {batches.accumulation} x {batches.micro_batch_size} rows"
+    steps = f"{args.steps} steps of {args.batch_tokens:,} tokens ({shape})"
     size = sum(parameter.numel() for parameter in model.parameters())
-    return (
-        f"{args.variant}, {size:,} parameters, {args.steps} steps of {args.batch_tokens:,} tokens ({shape}), {start}"
-    )
+    start = f"resumed from {checkpoint}" if checkpoint else "from the start"
+    return f"{args.variant}, {size:,} parameters, {steps}, {start}"

@@ -124,8 +124,8 @@ def variant_fields(variant: str) -> dict[str, Any]:
     """`sliced-n8-r64` -> the three fields of LRAttnResConfig that it stands for."""
     if not VARIANT.fullmatch(variant):
         raise ValueError(
-            f"`variant` is {variant!r}; write standard, attnres-full, attnres-n8, projected-n8-r32, sliced-full-r64 or "
-            "the like: residual, blocks (full or n and their number), rank."
+            f"`variant` is {variant!r}; write standard, attnres-full, attnres-n8, projected-n8-r32, sliced-full-r64 "
+            "or the like: residual, blocks (full or n and their number), rank."
         )
     residual_type, *rest = variant.split("-")
     fields: dict[str, Any] = {"residual_type": residual_type}
