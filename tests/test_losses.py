@@ -156,6 +156,13 @@ def test_lora_on_the_head_is_refused():
         model(input_ids=input_ids, labels=input_ids)
 
 
+def test_a_partitioned_head_is_refused():
+    model = small_model()
+    model.lm_head.weight.data = torch.empty(0)  # what ZeRO stage 3 leaves of it
+    with pytest.raises(ValueError, match="ZeRO stage 3"):
+        use_chunked_loss(model)
+
+
 @pytest.mark.parametrize("options", [{"z_loss": -1.0}, {"z_loss": float("nan")}, {"chunk_size": 0}], ids=str)
 def test_bad_options(options):
     with pytest.raises(ValueError, match=next(iter(options))):
