@@ -7,8 +7,8 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from processes import arguments, losses
 from safetensors.torch import load_file
-from test_training import LENGTH, arguments, data, losses  # noqa: F401
 
 from lr_attnres.clean_process import load_in_clean_process
 from lr_attnres.evaluation import evaluate_folder
@@ -40,16 +40,16 @@ def evaluate_together(folder: Path, data: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(data, tmp_path_factory) -> Path:  # noqa: F811
+def alone(token_data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    assert processes.run(processes.train, arguments(data, folder, steps=5)) == [0]
+    assert processes.run(processes.train, arguments(token_data, folder, steps=5)) == [0]
     return folder
 
 
 @pytest.mark.parametrize("function", [processes.train, train_sharded], ids=["ddp", "fsdp2"])
-def test_two_processes_are_one(function, alone, data, tmp_path):  # noqa: F811
+def test_two_processes_are_one(function, alone, token_data, tmp_path):
     """SIGTERM to one of them stops both after the same step; resumed, they end where one process ends."""
-    values = arguments(data, tmp_path, steps=5, micro_batch_size=2)
+    values = arguments(token_data, tmp_path, steps=5, micro_batch_size=2)
     assert processes.run(function, values, ("one of two terminated", 2), processes=2) == [143, 143]
     assert (tmp_path / "checkpoints/step-00000002").exists()
     assert processes.run(function, values | {"resume": "last"}, processes=2) == [0, 0]
@@ -66,9 +66,9 @@ def test_two_processes_are_one(function, alone, data, tmp_path):  # noqa: F811
         assert not (found["missing_weights"] or found["unexpected_weights"] or found["bad_weights"])
 
 
-def test_evaluation_does_not_depend_on_the_processes(alone, data):  # noqa: F811
+def test_evaluation_does_not_depend_on_the_processes(alone, token_data):
     folder = alone / "model"
-    assert processes.run(evaluate_together, folder, data, processes=2) == [0, 0]
-    one = evaluate_folder(folder, data, batch_size=2)
+    assert processes.run(evaluate_together, folder, token_data, processes=2) == [0, 0]
+    one = evaluate_folder(folder, token_data, batch_size=2)
     for rank in range(2):
         assert json.loads((folder / f"evaluation_{rank}.json").read_text()) == [one.loss, one.tokens]
