@@ -34,6 +34,24 @@ def train_sharded(arguments: dict, stop: tuple[str, int] | None = None) -> None:
     processes.train(arguments, stop)
 
 
+def train_in_bfloat16(arguments: dict) -> None:
+    """The layers compute in bfloat16, the queries in float32; all master weights are float32."""
+    from lr_attnres.modeling_lr_attnres import LRAttnResDecoderLayer, LRAttnResDepthQueries
+
+    seen = {}
+    for kind in (LRAttnResDecoderLayer, LRAttnResDepthQueries):
+
+        def record(module, *args, kind=kind, forward=kind.forward, **kwargs):
+            seen[kind] = {parameter.dtype for parameter in module.parameters()}
+            return forward(module, *args, **kwargs)
+
+        kind.forward = record
+    train_sharded(arguments | {"mixed_precision": "bf16"})
+    assert seen == {LRAttnResDecoderLayer: {torch.bfloat16}, LRAttnResDepthQueries: {torch.float32}}
+    saved = load_file(Path(arguments["output_dir"], "model/model.safetensors"))
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}
+
+
 def evaluate_together(folder: Path, data: Path) -> None:
     result = evaluate_folder(folder, data, batch_size=2)
     Path(folder, f"evaluation_{os.environ['RANK']}.json").write_text(json.dumps([result.loss, result.tokens]))
@@ -62,8 +80,14 @@ def test_two_processes_are_one(function, alone, token_data, tmp_path):
     weights, wanted = (load_file(folder / "model/model.safetensors") for folder in (tmp_path, alone))
     torch.testing.assert_close(weights, wanted, **CLOSE)
     if function is train_sharded:
+        assert (tmp_path / "checkpoints/step-00000005/pytorch_model_fsdp_0").is_dir()
         found = load_in_clean_process(tmp_path / "model")
         assert not (found["missing_weights"] or found["unexpected_weights"] or found["bad_weights"])
+
+
+def test_sharded_in_bfloat16(token_data, tmp_path):
+    values = arguments(token_data, tmp_path, steps=1, warmup_steps=0)
+    assert processes.run(train_in_bfloat16, values, processes=2) == [0, 0]
 
 
 def test_evaluation_does_not_depend_on_the_processes(alone, token_data):
