@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from datasets import load_dataset
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +25,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or repository with model and tokenizer; default: a tiny random one")
     parser.add_argument("--chats", default=str(Path(__file__).with_name("chats.jsonl")))
-    parser.add_argument("--epochs", type=float, default=30)
+    parser.add_argument("--epochs", type=float, default=60)
     parser.add_argument("--batch-size", type=int, default=4, help="conversations on each device")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_sft"))
     return parser.parse_args()
@@ -48,8 +49,9 @@ def answer(model: torch.nn.Module, tokenizer, question: str) -> str:
 def main() -> None:
     arguments = parse_arguments()
     base = arguments.model or arguments.output / "base"
-    if arguments.model is None:
+    if arguments.model is None and PartialState().is_main_process:
         save_tiny_model(base)
+    PartialState().wait_for_everyone()
     chats = load_dataset("json", data_files=arguments.chats, split="train")
     chats = chats.map(split_last_answer, remove_columns=chats.column_names)
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -74,6 +76,7 @@ def main() -> None:
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=(
             muon_adamw_factory,
+            # a random model has more to learn
             {"lr_muon": 2e-4, "lr_adamw": 5e-5} if arguments.model else {"lr_muon": 1e-2, "lr_adamw": 5e-3},
         ),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from tiny_model import save_tiny_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
 import lr_attnres  # noqa: F401  (registers the Auto classes)
 from lr_attnres.data import PackedTokens, prepare
@@ -36,18 +36,18 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     base, data = arguments.model or arguments.output / "base", arguments.output / "data"
-    with PartialState().main_process_first():
-        if PartialState().is_main_process:
-            if arguments.model is None:
-                save_tiny_model(base)
-            prepare(
-                arguments.source,
-                data,
-                tokenizer=base,
-                sequence_length=arguments.sequence_length,
-                validation_fraction=0.05,
-                max_tokens=arguments.max_tokens,
-            )
+    if PartialState().is_main_process:
+        if arguments.model is None:
+            save_tiny_model(base)
+        prepare(
+            arguments.source,
+            data,
+            tokenizer=base,
+            sequence_length=arguments.sequence_length,
+            validation_fraction=0.05,
+            max_tokens=arguments.max_tokens,
+        )
+    PartialState().wait_for_everyone()
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)  # master weights; bf16 is for compute
     use_chunked_loss(model, z_loss=1e-5)
@@ -68,10 +68,12 @@ def main() -> None:
         ),
         train_dataset=PackedTokens(data, "train"),
         eval_dataset=PackedTokens(data, "validation"),
-        # rates of fine-tuning, a tenth of those of a pretraining run from scratch, unless the model is a random one
+        data_collator=default_data_collator,  # rows are full: nothing to pad
+        processing_class=AutoTokenizer.from_pretrained(data / "tokenizer"),  # saved beside the model
         optimizer_cls_and_kwargs=(
             muon_adamw_factory,
-            {"lr_muon": 1e-3, "lr_adamw": 3e-4} if arguments.model else {"lr_muon": 1e-2, "lr_adamw": 3e-3},
+            # a random model has more to learn
+            {"lr_muon": 2e-4, "lr_adamw": 5e-5} if arguments.model else {"lr_muon": 1e-2, "lr_adamw": 3e-3},
         ),
     )
     before = trainer.evaluate()["eval_loss"]

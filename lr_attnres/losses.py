@@ -60,11 +60,11 @@ class ChunkedLoss:
                 hidden, head.weight, shift_labels, self.z_loss, self.chunk_size, num_items_in_batch, ignore_index
             )
 
-        if not isinstance(head.weight, DTensor):
-            return loss(hidden_states)
         if not isinstance(head, FSDPModule):
-            raise ValueError("The chunked loss does not work with tensor parallelism, which splits `lm_head`.")
-        # The head is an FSDP group of its own: only a call of the module gathers its weight.
+            if isinstance(head.weight, DTensor):
+                raise ValueError("The chunked loss does not work with tensor parallelism, which splits `lm_head`.")
+            return loss(hidden_states)
+        # The head belongs to an FSDP group of its own: calling the module is what gathers and frees its weight.
         head.forward = loss
         try:
             return head(hidden_states)

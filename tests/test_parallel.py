@@ -104,10 +104,13 @@ def chunked_loss(folder, input_ids):
     expected = reference(input_ids, labels=input_ids).loss
     expected.backward()
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    # the head in a group of its own, in the group of the root, and not sharded
+    # the head in a group of its own, in one with the norm (as Accelerate has it), in that of the root; not sharded
     own_group = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
-    root_group = fully_shard(LRAttnResForCausalLM.from_pretrained(folder))
-    for model in (own_group, root_group, DistributedDataParallel(LRAttnResForCausalLM.from_pretrained(folder))):
+    norm_group, root_group, plain = (LRAttnResForCausalLM.from_pretrained(folder) for _ in range(3))
+    fully_shard([norm_group.model.norm, norm_group.lm_head], reshard_after_forward=False)
+    fully_shard(norm_group)
+    fully_shard(root_group)
+    for model in (own_group, norm_group, root_group, DistributedDataParallel(plain)):
         use_chunked_loss(model, chunk_size=4)
         outputs = model(input_ids=input_ids, labels=input_ids)
         assert outputs.logits is None
