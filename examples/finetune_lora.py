@@ -8,7 +8,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -38,8 +37,22 @@ def load(base: str | Path) -> torch.nn.Module:
 def main() -> None:
     arguments = parse_arguments()
     base, data = arguments.model or arguments.output / "base", arguments.output / "data"
-    if PartialState().is_main_process:
-        if arguments.model is None:
+    training = TrainingArguments(
+        arguments.output / "checkpoints",
+        max_steps=arguments.steps,
+        per_device_train_batch_size=arguments.batch_size,
+        per_device_eval_batch_size=arguments.batch_size,
+        learning_rate=2e-4 if arguments.model else 5e-3,  # a random model has more to learn
+        weight_decay=0.0,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, arguments.steps // 10),
+        bf16=torch.cuda.is_available(),
+        logging_steps=max(1, arguments.steps // 10),
+        save_strategy="no",
+        report_to="none",
+    )
+    with training.main_process_first():  # the others then find the data finished
+        if arguments.model is None and not base.exists():
             save_tiny_model(base)
         prepare(
             arguments.source,
@@ -49,7 +62,6 @@ def main() -> None:
             validation_fraction=0.05,
             max_tokens=arguments.max_tokens,
         )
-    PartialState().wait_for_everyone()
 
     model = load(base)
     has_queries = model.config.residual_type != "standard"
@@ -66,20 +78,7 @@ def main() -> None:
     use_chunked_loss(model)
     trainer = Trainer(
         model,
-        TrainingArguments(
-            arguments.output / "checkpoints",
-            max_steps=arguments.steps,
-            per_device_train_batch_size=arguments.batch_size,
-            per_device_eval_batch_size=arguments.batch_size,
-            learning_rate=2e-4 if arguments.model else 5e-3,  # a random model has more to learn
-            weight_decay=0.0,
-            lr_scheduler_type="cosine",
-            warmup_steps=max(1, arguments.steps // 10),
-            bf16=torch.cuda.is_available(),
-            logging_steps=max(1, arguments.steps // 10),
-            save_strategy="no",
-            report_to="none",
-        ),
+        training,
         train_dataset=PackedTokens(data, "train"),
         eval_dataset=PackedTokens(data, "validation"),
     )

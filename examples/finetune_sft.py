@@ -11,7 +11,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from datasets import load_dataset
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chats", default=str(Path(__file__).with_name("chats.jsonl")))
     parser.add_argument("--epochs", type=float, default=60)
     parser.add_argument("--batch-size", type=int, default=4, help="conversations on each device")
+    parser.add_argument("--max-length", type=int, default=256, help="tokens of a conversation; longer ones are cut")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_sft"))
     return parser.parse_args()
 
@@ -49,29 +49,30 @@ def answer(model: torch.nn.Module, tokenizer, question: str) -> str:
 def main() -> None:
     arguments = parse_arguments()
     base = arguments.model or arguments.output / "base"
-    if arguments.model is None and PartialState().is_main_process:
-        save_tiny_model(base)
-    PartialState().wait_for_everyone()
+    training = SFTConfig(
+        arguments.output / "checkpoints",
+        num_train_epochs=arguments.epochs,
+        per_device_train_batch_size=arguments.batch_size,
+        max_length=arguments.max_length,
+        completion_only_loss=True,
+        lr_scheduler_type="cosine",
+        warmup_steps=10,
+        bf16=torch.cuda.is_available(),
+        gradient_checkpointing=torch.cuda.is_available(),
+        logging_steps=20,
+        save_strategy="no",
+        report_to="none",
+    )
+    with training.main_process_first():
+        if arguments.model is None and not base.exists():
+            save_tiny_model(base)
     chats = load_dataset("json", data_files=arguments.chats, split="train")
     chats = chats.map(split_last_answer, remove_columns=chats.column_names)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     trainer = SFTTrainer(
         model,
-        SFTConfig(
-            arguments.output / "checkpoints",
-            num_train_epochs=arguments.epochs,
-            per_device_train_batch_size=arguments.batch_size,
-            max_length=min(model.config.max_position_embeddings, 1024),
-            completion_only_loss=True,
-            lr_scheduler_type="cosine",
-            warmup_steps=10,
-            bf16=torch.cuda.is_available(),
-            gradient_checkpointing=torch.cuda.is_available(),
-            logging_steps=20,
-            save_strategy="no",
-            report_to="none",
-        ),
+        training,
         train_dataset=chats,
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=(

@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
@@ -36,8 +35,21 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     base, data = arguments.model or arguments.output / "base", arguments.output / "data"
-    if PartialState().is_main_process:
-        if arguments.model is None:
+    training = TrainingArguments(
+        arguments.output / "checkpoints",
+        max_steps=arguments.steps,
+        per_device_train_batch_size=arguments.batch_size,
+        per_device_eval_batch_size=arguments.batch_size,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, arguments.steps // 10),
+        max_grad_norm=1.0,
+        bf16=torch.cuda.is_available(),
+        logging_steps=max(1, arguments.steps // 10),
+        save_steps=max(1, arguments.steps // 2),
+        report_to="none",
+    )
+    with training.main_process_first():  # the others then find the data finished
+        if arguments.model is None and not base.exists():
             save_tiny_model(base)
         prepare(
             arguments.source,
@@ -47,25 +59,12 @@ def main() -> None:
             validation_fraction=0.05,
             max_tokens=arguments.max_tokens,
         )
-    PartialState().wait_for_everyone()
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)  # master weights; bf16 is for compute
     use_chunked_loss(model, z_loss=1e-5)
     trainer = Trainer(
         model,
-        TrainingArguments(
-            arguments.output / "checkpoints",
-            max_steps=arguments.steps,
-            per_device_train_batch_size=arguments.batch_size,
-            per_device_eval_batch_size=arguments.batch_size,
-            lr_scheduler_type="cosine",
-            warmup_steps=max(1, arguments.steps // 10),
-            max_grad_norm=1.0,
-            bf16=torch.cuda.is_available(),
-            logging_steps=max(1, arguments.steps // 10),
-            save_steps=max(1, arguments.steps // 2),
-            report_to="none",
-        ),
+        training,
         train_dataset=PackedTokens(data, "train"),
         eval_dataset=PackedTokens(data, "validation"),
         data_collator=default_data_collator,  # rows are full: nothing to pad

@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
+from filelock import FileLock
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -67,14 +68,24 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     output = Path(output_dir)
-    if output.exists():
-        return _verify_finished(output, settings)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{output}.lock")  # of several processes one works, the others wait and find the result
+    try:
+        with lock:
+            if output.exists():
+                return _verify_finished(output, settings)
+            return _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar)
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar) -> dict:
     work = output.with_name(output.name + ".partial")
     _start_or_resume(work, settings)
-    tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, validation_fraction)
+    tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, settings["validation_fraction"])
     packer = _Packer(work, tokenizer, settings)
     packer.restore(documents)
-    with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
+    with tqdm(total=settings["max_tokens"], unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
         packer.run(documents, bar)
     manifest = packer.finish()
     os.replace(work, output)
