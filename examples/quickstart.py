@@ -1,7 +1,7 @@
 """Text to model: prepare, train the `tiny` preset, evaluate, load where this package is not installed, generate.
 
 Runs on a CPU in a few minutes, with the text that comes with the package, and without a network:
-`python examples/quickstart.py [--output outputs/quickstart] [--steps 500]`. Run again after an interruption, it goes on.
+`python examples/quickstart.py [--output outputs/quickstart] [--steps 500]`; interrupted and run again, it goes on.
 """
 
 import argparse
@@ -61,9 +61,8 @@ def main() -> None:
 
     print("4. It writes:")
     generate_text(str(model), PROMPT, max_new_tokens=80, temperature=0.7, seed=0)
-    print(
-        f"\nmodel       {model}\ncheckpoints {run / 'checkpoints'}\nmetrics     {run / 'metrics.jsonl'}\ndata        {data}"
-    )
+    places = {"model": model, "checkpoints": run / "checkpoints", "metrics": run / "metrics.jsonl", "data": data}
+    print("\n" + "\n".join(f"{name:12s}{place}" for name, place in places.items()))
 
 
 if __name__ == "__main__":
