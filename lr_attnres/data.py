@@ -260,7 +260,7 @@ def _read_ahead(items: Iterator) -> Iterator:
 
 def _split_of(text: str, validation_fraction: float) -> str:
     """Depends on nothing but the text."""
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return "validation" if int.from_bytes(digest) / 2**48 < validation_fraction else "train"
 
 

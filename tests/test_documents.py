@@ -76,6 +76,7 @@ def test_embedded_corpus():
         ('{"txt": "x"}\n', "line 1 has no column 'text'; it has txt"),
         ('{"text": 5}\n', "'text' is a int, not a text"),
         (b'{"text": "\xff"}\n', "is not UTF-8"),
+        ('{"text": "\\ud800"}\n', "line 1: 'text' is not Unicode text"),
     ],
 )
 def test_malformed_jsonl(content, message, tmp_path):
