@@ -78,7 +78,7 @@ def main() -> None:
         sizes = {"hidden_size": options.hidden_size, "num_hidden_layers": options.layers}
         sizes["intermediate_size"] = options.hidden_size * 11 // 4
         args = load_arguments("tiny", data=f"{folder}/data", output_dir=f"{folder}/run", model=sizes)
-        args.steps, args.micro_batch_size, args.log_steps = options.steps, 4, 1
+        args.steps, args.warmup_steps, args.micro_batch_size, args.log_steps = options.steps, 0, 4, 1
         args.eval_steps = args.save_steps = args.entropy_steps = options.steps + 1
         seconds = measure(args)
     settings = sizes | {"steps": args.steps, "batch_tokens": args.batch_tokens, "micro_batch_size": 4}

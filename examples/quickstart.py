@@ -1,7 +1,7 @@
 """Text to model: prepare, train the `tiny` preset, evaluate, load where this package is not installed, generate.
 
 Runs on a CPU in a few minutes, with the text that comes with the package, and without a network:
-`python examples/quickstart.py [--output outputs/quickstart] [--steps 500]`; interrupted and run again, it goes on.
+`python examples/quickstart.py [--output outputs/quickstart] [--steps 400]`; interrupted and run again, it goes on.
 """
 
 import argparse

@@ -146,7 +146,7 @@ def prepare(accelerator: Accelerator, model: LRAttnResForCausalLM, args: TrainAr
         model.gradient_checkpointing_enable({"use_reentrant": False})
     use_chunked_loss(model, args.z_loss)
     if accelerator.is_fsdp2:
-        shard_queries_in_float32(accelerator, model)
+        set_up_sharding(accelerator, model)
     optimizer = muon_adamw(
         model,
         lr_muon=args.lr_muon,
@@ -163,11 +163,15 @@ def prepare(accelerator: Accelerator, model: LRAttnResForCausalLM, args: TrainAr
     return model, optimizer
 
 
-def shard_queries_in_float32(accelerator: Accelerator, model: LRAttnResForCausalLM) -> None:
-    """A group of their own before Accelerate makes the others, which compute in the precision of the run."""
+def set_up_sharding(accelerator: Accelerator, model: LRAttnResForCausalLM) -> None:
+    """What is the run's and not the launcher's to decide; and the queries, which stay float32 in computation too, get
+    a group of their own before Accelerate makes the others."""
     from torch.distributed.fsdp import fully_shard
 
-    accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False  # every process has the weights, from the seed
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False  # every process has the weights, from the seed
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")  # of checkpoints; the model is put together at the end
     if model.config.residual_type != "standard":
         mesh = accelerator.torch_device_mesh
         if mesh is not None:
