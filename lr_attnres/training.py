@@ -44,23 +44,27 @@ def train(args: TrainArguments) -> Path:
     """
     args.check()
     accelerator = start_accelerator(args)
-    data, validation = PackedTokens(args.data, "train"), open_validation(args.data)
+    data = PackedTokens(args.data, "train")
+    validation = PackedTokens(args.data, "validation") if "validation" in data.manifest["splits"] else None
     checkpoints = Checkpoints(args.output_dir, accelerator)
     checkpoint = checkpoints.find(args.resume)
     checkpoints.clean()
 
     set_seed(args.seed)
     model, optimizer = prepare(accelerator, build_model(args, data.manifest), args)
+    set_seed(args.seed, device_specific=True)  # the weights are the same in every process, dropout is not
     settings = args.bound() | {"data": data_hash(data.manifest)}
     done = checkpoints.load(checkpoint, settings) if checkpoint else 0
     validation_loss = read_state(checkpoint)["validation_loss"] if checkpoint else None
-    batches = StepBatches(data, args, accelerator, done)
-    accelerator.print(describe(args, model, batches, checkpoint))
+    step_batches = StepBatches(data, args, accelerator, done)
+    batches = iter(step_batches)
+    accelerator.print(describe(args, model, step_batches, checkpoint))
 
     metrics = Metrics(Path(args.output_dir) / "metrics.jsonl", accelerator, done, args.steps, args.batch_tokens)
     with StopSignals() as signals, metrics:
-        for step, micro_batches in zip(range(done + 1, args.steps + 1), batches):
+        for step in range(done + 1, args.steps + 1):
             started = time.perf_counter()
+            micro_batches = next(batches)
             rates = set_learning_rates(optimizer, learning_rate_factor(step, args))
             loss, grad_norm, stop = accumulate_gradients(accelerator, model, micro_batches, args, signals)
             if not math.isfinite(loss + grad_norm):
@@ -113,12 +117,6 @@ def start_accelerator(args: TrainArguments) -> Accelerator:
     if args.trackers:
         accelerator.init_trackers("lr-attnres", config={name: str(value) for name, value in args.bound().items()})
     return accelerator
-
-
-def open_validation(folder: str) -> PackedTokens | None:
-    """Data prepared without a validation split is trained on without validation."""
-    has_split = "validation" in PackedTokens(folder, "train").manifest["splits"]
-    return PackedTokens(folder, "validation") if has_split else None
 
 
 def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
