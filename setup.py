@@ -9,6 +9,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").r
 TOKENIZER = ["tiktoken>=0.14"]
 SERVE = ["accelerate>=1.15", "fastapi", "openai>=2", "pydantic>=2", "rich", "starlette", "uvicorn"]
 EVAL = ["lm_eval>=0.4.13", "datasets>=5.2"]
+TRAIN = ["accelerate>=1.15", "datasets>=5.2"]
+FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16"]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7"]
 
 setup(
@@ -19,6 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["lr_attnres", "lr_attnres.*"]),
+    package_data={"lr_attnres": ["corpora/*", "presets/*.yaml"]},
     entry_points={"console_scripts": ["lr-attnres = lr_attnres.cli:main"]},
     python_requires=">=3.11",
     install_requires=[
@@ -28,12 +31,13 @@ setup(
         "safetensors>=0.5",
     ],
     extras_require={
-        "train": ["accelerate>=1.15", "datasets>=5.2"],
+        "train": TRAIN,
+        "finetune": FINETUNE,
         "peft": ["peft>=0.21"],
         "tokenizer": TOKENIZER,
         "serve": SERVE,
         "eval": EVAL,
-        "dev": [*TEST, *TOKENIZER, *SERVE, *EVAL, "accelerate>=1.15", "ruff>=0.17", "triton>=3.7"],
+        "dev": [*TEST, *TOKENIZER, *SERVE, *EVAL, *FINETUNE, "ruff>=0.17", "triton>=3.7"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
