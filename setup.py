@@ -11,7 +11,7 @@ SERVE = ["accelerate>=1.15", "fastapi", "openai>=2", "pydantic>=2", "rich", "sta
 EVAL = ["lm_eval>=0.4.13", "datasets>=5.2"]
 TRAIN = ["accelerate>=1.15", "datasets>=5.2"]
 FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7", "tensorboard>=2.20"]
 
 setup(
     name="lr-attnres",
