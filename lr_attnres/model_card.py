@@ -17,9 +17,9 @@ PROVENANCE_FILE = "provenance.json"
 # What a folder may say about its origin; all of it optional, all of it shown in the card.
 PROVENANCE_FIELDS = {
     "source": str,  # the file or repository it was made from
-    "base_model": str,  # the pretrained model that was upgraded
     "step": int,
     "tokens": int,
+    "base_model": str,  # the pretrained model that was upgraded
     "license": str,
     "language": list,  # of codes such as "en"
     "datasets": list,  # of Hub names

@@ -114,7 +114,7 @@ class SavedModel:
             )
         try:
             names = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UpgradeError(f"{self.folder / INDEX} is not an index of safetensors files.") from error
         return [self.folder / name for name in sorted(set(names))]
 
