@@ -9,7 +9,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").r
 TOKENIZER = ["tiktoken>=0.14"]
 SERVE = ["accelerate>=1.15", "fastapi", "openai>=2", "pydantic>=2", "rich", "starlette", "uvicorn"]
 EVAL = ["lm_eval>=0.4.13", "datasets>=5.2"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7"]
+FINETUNE = ["trl>=1.16", "peft>=0.21", "accelerate>=1.15", "datasets>=5.2"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "optimum-quanto>=0.2.7"]
 
 setup(
     name="lr-attnres",
@@ -34,7 +35,8 @@ setup(
         "tokenizer": TOKENIZER,
         "serve": SERVE,
         "eval": EVAL,
-        "dev": [*TEST, *TOKENIZER, *SERVE, *EVAL, "accelerate>=1.15", "ruff>=0.17", "triton>=3.7"],
+        "finetune": FINETUNE,
+        "dev": [*TEST, *TOKENIZER, *SERVE, *EVAL, *FINETUNE, "ruff>=0.17", "triton>=3.7"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
