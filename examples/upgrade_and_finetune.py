@@ -28,14 +28,15 @@ from lr_attnres.upgrade import upgrade_model
 
 LENGTH, BATCH = 128, 8
 RECIPES = {"queries": 0.0, "queries + LoRA": 3e-3, "everything": 1e-3}  # -> learning rate of all but the queries
-QUERY_LR = 3e-2
+QUERY_LR = 1e-2
 
 
 def read_texts() -> tuple[list[str], list[str], list[str]]:
-    """Pieces of the early addresses, of the later ones, and of the last, which nothing is trained on."""
-    addresses = [json.loads(line)["text"] for line in EMBEDDED_CORPUS.read_text().splitlines()]
-    parts = ["".join(addresses[:30]), "".join(addresses[30:-1]), addresses[-1][: 32 * LENGTH]]
-    return tuple([part[i : i + LENGTH] for i in range(0, len(part), LENGTH)] for part in parts)
+    """Pieces of the early addresses, of the later ones, and some of the later ones that are kept for evaluation."""
+    addresses = [json.loads(line)["text"] for line in EMBEDDED_CORPUS.read_text(encoding="utf-8").splitlines()]
+    early, late = "".join(addresses[:30]), "".join(addresses[30:])
+    early, late = ([text[i : i + LENGTH] for i in range(0, len(text), LENGTH)] for text in (early, late))
+    return early, [text for i, text in enumerate(late) if i % 100], late[::100]
 
 
 def tokens_of(texts: list[str]) -> torch.Tensor:
@@ -61,6 +62,7 @@ def train_with_trl(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tex
         lr_scheduler_type="constant",
         save_strategy="no",
         report_to="none",
+        disable_tqdm=True,
         bf16=False,
     )
     data = Dataset.from_dict({"text": texts[: 2 * steps * BATCH]})

@@ -50,7 +50,7 @@ class LRAttnResConfig(PreTrainedConfig):
         depth_scaled_eps (`bool`, defaults to `False`):
             The norm after a read of `n` sources takes `rms_norm_eps / n**2`. The read is then normalised as the sum of
             its sources would be, `eps` included, so that zero queries give the logits of `standard` for any `eps`.
-            Upgraded models have it on; with the small default `eps` it makes no difference worth having.
+            Upgraded models have it on: their `eps` is larger than the default here, and their embeddings are small.
         qk_norm (`bool`, defaults to `True`):
             RMS-normalise the queries and keys of token attention, per head, before RoPE.
         norm_weight (`bool`, defaults to `False`):
