@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCard, snapshot_download
+from huggingface_hub import metadata_load, snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -144,7 +144,8 @@ class SavedModel:
 
     def license(self) -> str | None:
         card = self.folder / "README.md"
-        return ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None
+        name = (metadata_load(card) or {}).get("license") if card.is_file() else None
+        return name if isinstance(name, str) else None
 
     @torch.no_grad()
     def probe_logits(self) -> torch.Tensor:

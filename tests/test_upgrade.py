@@ -140,6 +140,13 @@ def test_standard_is_the_source(name):
     torch.testing.assert_close(model(text).logits, source(name)(text).logits, atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
+def test_whole_values_as_keys():
+    model, (_, text) = load_upgraded(source("qwen3"), residual_type="attnres"), prompt_and_text("qwen3")
+    assert model.model.depth_queries.weight.shape == (10, 32)
+    torch.testing.assert_close(model(text).logits, source("qwen3")(text).logits, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_gradients_reach_every_query_at_the_first_step(depth):
     model, input_ids = load_upgraded(source("llama, like 3.2"), **DEPTHS[depth]), random_tokens(2, 9)
