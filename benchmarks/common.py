@@ -9,7 +9,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -115,9 +115,9 @@ def compare(
     return columns
 
 
-def parser(description: str, repeats: int) -> argparse.ArgumentParser:
+def parser(description: str, repeats: int, rows: Iterable[str] = tuple(ROWS)) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
-    result.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
+    result.add_argument("--rows", nargs="+", default=list(rows), choices=list(rows), metavar="ROW")
     result.add_argument("--repeats", type=int, default=repeats)
     result.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
     return result
@@ -155,13 +155,20 @@ def machine() -> dict[str, object]:
     }
 
 
-def report(name: str, settings: dict, columns: dict[str, dict[str, float]], unit: str, output: Path) -> None:
-    """columns: title -> row -> measurement. Prints each with its ratio to `standard`, and writes all of it as JSON."""
+def report(
+    name: str,
+    settings: dict,
+    columns: dict[str, dict[str, float]],
+    unit: str,
+    output: Path,
+    baseline: str = "standard",
+) -> None:
+    """columns: title -> row -> measurement. Prints each with its ratio to `baseline`, and writes all of it as JSON."""
     print(f"\n{name}: {settings}\n{machine()}")
     print(f"{'':32s}" + "".join(f"{title + ', ' + unit:>22s}{'ratio':>8s}" for title in columns))
     for row in dict.fromkeys(row for column in columns.values() for row in column):
         cells = (
-            f"{column[row]:22.4f}{column[row] / column['standard']:8.3f}" if row in column else " " * 30
+            f"{column[row]:22.4f}{column[row] / column[baseline]:8.3f}" if row in column else " " * 30
             for column in columns.values()
         )
         print(f"{row:32s}" + "".join(cells), flush=True)
