@@ -178,10 +178,13 @@ def _train(parser: argparse.ArgumentParser) -> Callable:
     add_flags(parser)
 
     def run(config, **flags):
+        from accelerate import PartialState
+
         from .training import train
         from .training_arguments import load_arguments
 
-        print(train(load_arguments(config, **flags)))
+        folder = train(load_arguments(config, **flags))
+        PartialState().print(folder)  # by one of the processes
 
     return run
 
@@ -194,10 +197,13 @@ def _evaluate(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
 
     def run(split, **options):
+        from accelerate import PartialState
+
         from .evaluation import evaluate_folder
 
         result = evaluate_folder(split=split, **options)
-        print(f"{split} loss {result.loss:.6f}, perplexity {result.perplexity:.3f}, {result.tokens:,} tokens")
+        text = f"{split} loss {result.loss:.6f}, perplexity {result.perplexity:.3f}, {result.tokens:,} tokens"
+        PartialState().print(text)
 
     return run
 
