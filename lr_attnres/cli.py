@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
-from . import __version__
+from . import LRAttnResConfig, __version__
 from .clean_process import CleanProcessError
 from .hub_errors import HubError, explain_os_error
 
@@ -36,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except OSError as error:
         return _fail(explain_os_error(error))
+    except StrictDataclassError as error:  # a config field; its cause says which, without the frame around it
+        return _fail(str(error.__cause__ or error))
     except (ValueError, ImportError, HubError, CleanProcessError) as error:
         return _fail(str(error))
     return 0
@@ -121,6 +124,36 @@ def _serve(parser: argparse.ArgumentParser) -> Callable:
     return run
 
 
+def _cost(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("source", metavar="FOLDER_OR_REPO", nargs="?", help="a saved model, in place of the options")
+    parser.add_argument("--paper", action="store_true", help="all rows of the paper's table, and its worked example")
+    parser.add_argument("--residual-type", choices=["standard", "attnres", "projected", "sliced"])
+    parser.add_argument("--num-depth-blocks", type=_blocks, metavar="N", help="an integer, or full")
+    sizes = ("hidden-size", "intermediate-size", "num-hidden-layers", "num-attention-heads", "num-key-value-heads")
+    for name in ("depth-key-rank", *sizes, "head-dim", "vocab-size"):
+        parser.add_argument(f"--{name}", type=int, help="default: as in the paper's model")
+
+    def run(source, paper, **fields):
+        from .cost import cost_report, load_config, paper_report
+
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if bool(source) + paper + bool(fields) > 1:
+            raise ValueError("give one of FOLDER_OR_REPO, --paper and the options of a model.")
+        if paper:
+            return print(paper_report())
+        if fields.get("num_depth_blocks") == "full":
+            fields["num_depth_blocks"] = None
+        print(cost_report(load_config(source) if source else LRAttnResConfig(**fields)))
+
+    return run
+
+
+def _blocks(value: str) -> int | str:
+    if value != "full" and not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value!r} is neither an integer nor full")
+    return value if value == "full" else int(value)
+
+
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: %(default)s)")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="default: as saved")
@@ -147,6 +180,11 @@ COMMANDS = {
         "Serve a model with an OpenAI-compatible API.",
         "lr-attnres serve outputs/model --port 8000 --continuous-batching --cb-num-blocks 64",
         _serve,
+    ),
+    "cost": (
+        "Print what depth routing costs: multiply-adds, parameters, activations.",
+        "lr-attnres cost --residual-type projected --num-depth-blocks full --depth-key-rank 32",
+        _cost,
     ),
 }
 
