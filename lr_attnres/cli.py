@@ -49,6 +49,40 @@ def _fail(message: str) -> int:
     return 1
 
 
+def _prepare(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument(
+        "sources",
+        metavar="SOURCE",
+        nargs="+",
+        help=".txt or .jsonl files, folders of them, a dataset of `datasets`, "
+        "or `sotu`: 2 MB of prose that ship with this package",
+    )
+    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder to create; an interrupted run goes on")
+    parser.add_argument("--tokenizer", help="a folder, repository or cl100k_base.tiktoken file; default: cl100k_base")
+    parser.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a byte-level BPE instead")
+    parser.add_argument("--sequence-length", type=int, default=2048, help="tokens of a row (default: %(default)s)")
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.01, help="of the documents (default: %(default)s; 0: none)"
+    )
+    parser.add_argument("--max-tokens", type=int, help="stop there; default: take everything")
+    parser.add_argument("--column", default="text", help="of a dataset or JSONL file (default: %(default)s)")
+    parser.add_argument("--name", help="configuration of a dataset")
+    parser.add_argument("--split", default="train", help="of a dataset (default: %(default)s)")
+
+    def run(output_dir, **options):
+        from .data import prepare
+
+        manifest = prepare(output_dir=output_dir, **options)
+        for split, counts in manifest["splits"].items():
+            print(
+                f"{split}: {counts['rows']:,} rows of {manifest['settings']['sequence_length']} tokens, from "
+                f"{counts['documents']:,} documents in {len(counts['shards'])} shards"
+            )
+        print(output_dir)
+
+    return run
+
+
 def _convert(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("source", metavar="SOURCE", help="a .pt file, a folder of them, or a Hub repository")
     parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder to create")
@@ -161,6 +195,11 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 # name -> what it does, an example, and the function that adds its arguments and returns what to call
 COMMANDS = {
+    "prepare": (
+        "Turn text or a dataset into packed rows of tokens for training; run again to go on, or to check the result.",
+        "lr-attnres prepare sotu outputs/data --train-tokenizer 4096 --sequence-length 256 --validation-fraction 0.05",
+        _prepare,
+    ),
     "convert": (
         "Convert a released training checkpoint into a folder for from_pretrained and push.",
         "lr-attnres convert Jonnester/LR-AttnRes-LR-n8-r32 outputs/model --dtype bfloat16 --verify",

@@ -521,6 +521,8 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
         self.model = LRAttnResModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # (head, hidden states, labels, **kwargs) -> loss without logits, see `lr_attnres.losses.use_chunked_loss`
+        self.chunked_loss: Callable | None = None
         self.post_init()
 
     @can_return_tuple
@@ -553,11 +555,13 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss, logits = None, None
+        if labels is not None and self.chunked_loss is not None:
+            loss = self.chunked_loss(self.lm_head, outputs.last_hidden_state, labels, **kwargs)
+        else:
+            logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
 
         return LRAttnResCausalLMOutputWithPast(
             loss=loss,

@@ -1,15 +1,17 @@
-"""The tokenizer of the released models: cl100k_base as a fast tokenizer, token for token what tiktoken gives.
+"""Tokenizers: cl100k_base, that of the released models, token for token what tiktoken gives, and small ones to train.
 
-The ranks are not part of this package. They come from a `cl100k_base.tiktoken` file, or from tiktoken (the extra
-`lr-attnres[tokenizer]`), which downloads them once into its own cache.
+The ranks of cl100k_base are not part of this package. They come from a `cl100k_base.tiktoken` file, or from tiktoken
+(the extra `lr-attnres[tokenizer]`), which downloads them once into its own cache.
 """
 
 import base64
 import hashlib
 import os
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -49,6 +51,30 @@ def cl100k_tokenizer(
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
     vocabulary = {names[token]: rank for token, rank in ranks.items()} | SPECIAL_TOKENS
     tokenizer = Tokenizer(models.BPE(vocabulary, _merges(ranks, names), ignore_merges=True))
+    _set_byte_level(tokenizer)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return _as_fast_tokenizer(tokenizer, model_max_length)
+
+
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, model_max_length: int = 2048, max_documents: int = 100_000
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `vocab_size` tokens, trained on the first documents; it splits words as cl100k_base does."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise ValueError(
+            f"`vocab_size` is {vocab_size}; {len(alphabet)} bytes and the end-of-text token make {len(alphabet) + 1}."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    _set_byte_level(tokenizer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(islice(documents, max_documents), trainer)
+    return _as_fast_tokenizer(tokenizer, model_max_length)
+
+
+def _set_byte_level(tokenizer: Tokenizer) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
@@ -56,7 +82,9 @@ def cl100k_tokenizer(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+
+
+def _as_fast_tokenizer(tokenizer: Tokenizer, model_max_length: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
