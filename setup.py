@@ -21,7 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["lr_attnres", "lr_attnres.*"]),
-    package_data={"lr_attnres": ["corpora/*"]},
+    package_data={"lr_attnres": ["corpora/*", "presets/*.yaml"]},
     entry_points={"console_scripts": ["lr-attnres = lr_attnres.cli:main"]},
     python_requires=">=3.11",
     install_requires=[

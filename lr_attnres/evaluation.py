@@ -1,0 +1,103 @@
+"""The mean loss over every target token of a split: the same for any batch order and number of processes."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import Dataset, default_collate
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from .data import PackedTokens
+from .losses import use_chunked_loss
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Cross-entropy in nats per target token."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module, dataset: Dataset, accelerator: Accelerator, batch_size: int = 8, progress_bar: bool = False
+) -> Evaluation:
+    """Cross-entropy over all rows of `dataset`, shared among the processes.
+
+    The rows of a batch do not depend on the number of processes, the sums of the batches are float64 and added
+    exactly: one process or many, the result is the same.
+    """
+    num_batches = math.ceil(len(dataset) / batch_size)
+    rounds = math.ceil(num_batches / accelerator.num_processes)
+    sums = torch.zeros(rounds, 2, dtype=torch.float64)
+    was_training = model.training
+    model.eval()
+    with _plain_cross_entropy(model):
+        for i in tqdm(range(rounds), unit=" batches", disable=not (progress_bar and accelerator.is_main_process)):
+            number = i * accelerator.num_processes + accelerator.process_index
+            # A process without a batch of its own joins in with one that does not count: sharded models need all.
+            start = number * batch_size if number < num_batches else 0
+            batch = default_collate([dataset[row] for row in range(start, min(start + batch_size, len(dataset)))])
+            if number >= num_batches:
+                batch["labels"].fill_(-100)
+            batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+            total = model(**batch, use_cache=False, num_items_in_batch=1).loss
+            sums[i] = torch.stack([total.double().cpu(), num_targets(batch["labels"]).double().cpu()])
+    model.train(was_training)
+    loss, tokens = accelerator.gather(sums.to(accelerator.device)).cpu().unbind(-1)
+    return Evaluation(math.fsum(loss.tolist()) / tokens.sum().item(), int(tokens.sum().item()))
+
+
+def evaluate_folder(
+    model: str | os.PathLike,
+    data: str | os.PathLike,
+    split: str = "validation",
+    batch_size: int = 8,
+    dtype: str = "float32",
+) -> Evaluation:
+    """The loss of a saved model on a split of prepared data."""
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
+    dataset = PackedTokens(data, split)
+    accelerator = Accelerator(mixed_precision="no")
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(accelerator.device)
+    check_fits(loaded.config, dataset.manifest)
+    return evaluate(loaded, dataset, accelerator, batch_size, progress_bar=True)
+
+
+def check_fits(config, manifest: dict) -> None:
+    """Raise where the model cannot read the data."""
+    vocab_size, length = manifest["tokenizer"]["vocab_size"], manifest["settings"]["sequence_length"]
+    if config.vocab_size < vocab_size:
+        raise ValueError(f"`vocab_size` is {config.vocab_size}, but the data has {vocab_size} different tokens.")
+    if config.max_position_embeddings < length:
+        raise ValueError(
+            f"`max_position_embeddings` is {config.max_position_embeddings}, less than a row of the data ({length})."
+        )
+
+
+def num_targets(labels: torch.Tensor) -> torch.Tensor:
+    """Tokens that the loss counts: the model predicts each label from the tokens before it, so never the first."""
+    return (labels[..., 1:] != -100).sum()
+
+
+@contextmanager
+def _plain_cross_entropy(model: torch.nn.Module) -> Iterator[None]:
+    """In chunks, without z-loss."""
+    language_model = next((module for module in model.modules() if "chunked_loss" in vars(module)), None)
+    before = getattr(language_model, "chunked_loss", None)
+    use_chunked_loss(model)
+    try:
+        yield
+    finally:
+        language_model.chunked_loss = before

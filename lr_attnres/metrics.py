@@ -1,0 +1,60 @@
+"""What a run reports: a progress bar, one JSON line per logged step, and the trackers of Accelerate."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+
+class Metrics:
+    """`with Metrics(...) as metrics:` shows the progress; `advance` after every step, `write` for those to be kept.
+
+    A resumed run (`done` > 0) keeps the lines up to its step: no step is missing or there twice.
+    """
+
+    def __init__(self, file: Path, accelerator: Accelerator, done: int, steps: int, batch_tokens: int):
+        self.file, self.accelerator, self.batch_tokens = file, accelerator, batch_tokens
+        self.seconds, self.tokens = 0.0, 0
+        self.bar = tqdm(total=steps, initial=done, unit=" steps", disable=not accelerator.is_main_process)
+        if accelerator.is_main_process:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            kept = [json.dumps(record) + "\n" for record in read_metrics(file) if record["step"] <= done]
+            temporary = file.with_name(file.name + ".partial")
+            temporary.write_text("".join(kept))
+            os.replace(temporary, file)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.bar.close()
+
+    def advance(self, record: dict[str, Any], seconds: float) -> None:
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + self.batch_tokens
+        shown = {"loss": f"{record['loss']:.3f}", "grad": f"{record['grad_norm']:.2f}"}
+        shown |= {"tok/s": f"{self.tokens / self.seconds:,.0f}"}
+        shown |= {name: f"{value:.1e}" for name, value in record.items() if name.startswith("lr_")}
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a line, with the speed since the line before."""
+        record = record | {"tokens_per_second": self.tokens / self.seconds}
+        self.seconds, self.tokens = 0.0, 0
+        if self.accelerator.is_main_process:
+            with open(self.file, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        values = {name: value for name, value in record.items() if name not in ("step", "depth_entropy")}
+        sites = enumerate(record.get("depth_entropy", []), start=1)
+        self.accelerator.log(values | {f"depth_entropy/site_{site}": value for site, value in sites}, record["step"])
+
+
+def read_metrics(file: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records of a metrics file, without a last line that a killed process did not finish."""
+    if not Path(file).exists():
+        return []
+    lines = Path(file).read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]

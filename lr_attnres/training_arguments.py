@@ -1,0 +1,251 @@
+"""The arguments of a training run: one dataclass, filled from a preset or YAML file and from flags, which win."""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .configuration_lr_attnres import LRAttnResConfig
+
+
+# The rows of the paper's table; any other rank or number of blocks can be written in the same way.
+PAPER_VARIANTS = [
+    "standard",
+    *(f"attnres-{sources}" for sources in ("full", "n4", "n8", "n16")),
+    *(f"projected-full-r{rank}" for rank in (16, 32, 64)),
+    *(f"projected-n{blocks}-r32" for blocks in (4, 8, 16)),
+    *(f"sliced-full-r{rank}" for rank in (16, 32, 64, 128, 256, 512)),
+    *(f"sliced-n{blocks}-r64" for blocks in (4, 8, 16)),
+]
+VARIANT = re.compile(r"standard|attnres-(full|n[1-9]\d*)|(projected|sliced)-(full|n[1-9]\d*)-r[1-9]\d*")
+VARIANT_FIELDS = ("residual_type", "num_depth_blocks", "depth_key_rank")
+
+
+def argument(default: Any, text: str, free: bool = False, choices: list[str] | None = None) -> Any:
+    """A field with its help. A `free` one may change when a run is resumed: it does not change what is learned."""
+    metadata = {"help": text, "free": free, "choices": choices}
+    if isinstance(default, (dict, list)):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass
+class TrainArguments:
+    """A run of `lr-attnres train`. The defaults are the paper's recipe; `data`, `output_dir` and `steps` are asked."""
+
+    data: str | None = argument(None, "folder written by `lr-attnres prepare`", free=True)
+    output_dir: str | None = argument(None, "folder of the run: metrics, checkpoints and the model", free=True)
+    steps: int | None = argument(None, "optimizer steps")
+
+    variant: str = argument("sliced-n8-r64", "standard, attnres-n8, projected-full-r32, sliced-n8-r64, ...")
+    model: dict = argument({}, "fields of LRAttnResConfig: hidden_size=256 num_hidden_layers=4 ...")
+    seed: int = argument(0, "of the weights and of the order of the data")
+
+    batch_tokens: int = argument(262_144, "tokens of an optimizer step, over all processes")
+    micro_batch_size: int = argument(
+        8, "rows of one forward of one process; accumulation makes up the rest", free=True
+    )
+    lr_muon: float = argument(1e-3, "peak learning rate of the matrices inside the layers")
+    lr_adamw: float = argument(3e-4, "peak learning rate of embeddings, head and norms")
+    lr_queries: float | None = argument(None, "peak learning rate of the depth queries; default: that of AdamW")
+    momentum: float = argument(0.95, "of Muon")
+    weight_decay: float = argument(0.1, "of Muon; AdamW has none")
+    betas: tuple[float, float] = argument((0.9, 0.95), "of AdamW")
+    warmup_steps: int = argument(2000, "linear warm-up")
+    warmdown_fraction: float = argument(0.2, "last part of the run, over which the learning rates fall linearly")
+    final_lr_fraction: float = argument(0.1, "part of the peak that they fall to")
+    clip: float = argument(1.0, "largest norm of the gradient")
+    z_loss: float = argument(1e-5, "weight of the squared log-sum-exp of the logits")
+
+    mixed_precision: str = argument("auto", "auto: bf16 on GPUs, no on CPUs", choices=["auto", "bf16", "no"])
+    attn_implementation: str = argument("sdpa", "sdpa, eager, flash_attention_2, flex_attention, ...", free=True)
+    gradient_checkpointing: bool = argument(False, "less memory for more compute", free=True)
+    compile: bool = argument(False, "torch.compile the model", free=True)
+    num_workers: int = argument(0, "processes that read data ahead", free=True)
+
+    log_steps: int = argument(10, "steps between lines of metrics.jsonl", free=True)
+    eval_steps: int = argument(500, "steps between validations", free=True)
+    entropy_steps: int = argument(500, "steps between measurements of the routing entropy", free=True)
+    save_steps: int = argument(1000, "steps between checkpoints", free=True)
+    keep_last: int = argument(2, "checkpoints kept, beside the one with the lowest validation loss", free=True)
+    trackers: list[str] = argument([], "trackers of Accelerate: tensorboard, trackio, wandb, ...", free=True)
+    resume: str | None = argument(None, "a checkpoint, or `last`: the newest one of the run, if any", free=True)
+
+    def check(self) -> None:
+        """Raise for the first value that cannot be used."""
+        for name in ("data", "output_dir", "steps"):
+            if getattr(self, name) is None:
+                raise ValueError(f"`{name}` is not set: give --{name.replace('_', '-')} or a line in the YAML file.")
+        at_least_one = ("steps", "batch_tokens", "micro_batch_size", "keep_last", "log_steps")
+        at_least_one += ("eval_steps", "entropy_steps", "save_steps")
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        for name in ("lr_muon", "lr_adamw", "lr_queries", "weight_decay", "warmup_steps", "z_loss", "num_workers"):
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"`{name}` is {value}; it must be finite and not negative.")
+        for name in ("momentum", "warmdown_fraction", "final_lr_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must lie in [0, 1].")
+        if not self.clip > 0:
+            raise ValueError(f"`clip` is {self.clip}; it must be positive (inf does not clip).")
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"`warmup_steps` is {self.warmup_steps}, more than `steps` = {self.steps}: lower it.")
+        self.model_fields()
+
+    def model_fields(self) -> dict[str, Any]:
+        """What the variant and `model` say about the architecture."""
+        known = [field.name for field in dataclasses.fields(LRAttnResConfig)]
+        for name in self.model:
+            if name in VARIANT_FIELDS:
+                raise ValueError(f"`model` sets {name}, which `variant` = {self.variant} decides: change `variant`.")
+            if name not in known:
+                raise ValueError(
+                    f"`model` has the field {name!r}, which LRAttnResConfig has not{_similar(name, known)}."
+                )
+        return variant_fields(self.variant) | self.model
+
+    def bound(self) -> dict[str, Any]:
+        """The arguments that a resumed run must share, as JSON gives them back."""
+        values = dataclasses.asdict(self) | {"betas": list(self.betas)}
+        return {field.name: values[field.name] for field in dataclasses.fields(self) if not field.metadata["free"]}
+
+
+def variant_fields(variant: str) -> dict[str, Any]:
+    """`sliced-n8-r64` -> the three fields of LRAttnResConfig that it stands for."""
+    if not VARIANT.fullmatch(variant):
+        raise ValueError(
+            f"`variant` is {variant!r}; write standard, attnres-full, attnres-n8, projected-n8-r32, sliced-full-r64 "
+            "or the like: residual, blocks (full or n and their number), rank."
+        )
+    residual_type, *rest = variant.split("-")
+    fields: dict[str, Any] = {"residual_type": residual_type}
+    for part in rest:
+        if part.startswith("r"):
+            fields["depth_key_rank"] = int(part[1:])
+        else:
+            fields["num_depth_blocks"] = None if part == "full" else int(part[1:])
+    return fields
+
+
+def presets() -> list[str]:
+    """The names that stand for a YAML file of this package."""
+    files = (resources.files(__package__) / "presets").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_arguments(config: str | None = None, **flags: Any) -> TrainArguments:
+    """Arguments of a preset or YAML file, changed by `flags`; `model` is changed field by field."""
+    values = {} if config is None else _read_yaml(config)
+    fields = {field.name: field for field in dataclasses.fields(TrainArguments)}
+    for name in [*values, *flags]:
+        if name not in fields:
+            place = f"{config}: " if name in values else ""
+            raise ValueError(f"{place}the key {name!r} does not exist{_similar(name, [*fields])}.")
+    model = (values.get("model") or {}) | (flags.get("model") or {})
+    merged = values | flags | {"model": model}
+    return TrainArguments(**{name: _convert(name, value) for name, value in merged.items()})
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per field. A flag that is not given is absent, so that it does not hide the file's value."""
+    hints = typing.get_type_hints(TrainArguments)
+    for field in dataclasses.fields(TrainArguments):
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help_of(field)}
+        if hints[field.name] is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif field.name == "model":
+            options |= {"nargs": "+", "metavar": "FIELD=VALUE", "action": _FieldValues}
+        elif field.name == "resume":
+            options |= {"nargs": "?", "const": "last", "metavar": "CHECKPOINT"}
+        elif field.name == "betas":
+            options |= {"nargs": 2, "type": float, "metavar": "BETA"}
+        elif field.name == "trackers":
+            options |= {"nargs": "*", "metavar": "NAME"}
+        else:
+            scalar = _kinds(hints[field.name])[0]
+            options |= {"type": scalar, "choices": field.metadata["choices"]}
+            if field.metadata["choices"] is None:
+                options["metavar"] = scalar.__name__.upper()
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+class _FieldValues(argparse.Action):
+    """`hidden_size=256 qk_norm=false` -> a mapping, each value read as YAML."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        mapping = {}
+        for item in values:
+            name, separator, value = item.partition("=")
+            if not separator:
+                parser.error(f"{option_string}: {item!r} is not FIELD=VALUE")
+            mapping[name] = yaml.safe_load(value)
+        setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | mapping)
+
+
+def _help_of(field: dataclasses.Field) -> str:
+    default = field.default
+    if default in (None, dataclasses.MISSING) or isinstance(default, bool):
+        return field.metadata["help"]
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{field.metadata['help']} (default: {shown})"
+
+
+def _read_yaml(config: str) -> dict[str, Any]:
+    if config in presets():
+        content = (resources.files(__package__) / "presets" / f"{config}.yaml").read_text()
+    elif Path(config).is_file():
+        content = Path(config).read_text()
+    else:
+        raise ValueError(f"{config} is neither a file nor a preset; the presets are {', '.join(presets())}.")
+    try:
+        values = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{config} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{config} must hold `key: value` lines.")
+    return values
+
+
+def _convert(name: str, value: Any) -> Any:
+    """The value as the field's type; YAML reads 1e-3 as text."""
+    hint = typing.get_type_hints(TrainArguments)[name]
+    kind = _kinds(hint)[0]
+    try:
+        if value is None and type(None) in _kinds(hint):
+            return None
+        if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            return float(value)
+        if kind is int and (isinstance(value, str) or type(value) is int):
+            return int(value)
+        if typing.get_origin(kind) is tuple:
+            first, second = value
+            return (float(first), float(second))
+        if typing.get_origin(kind) is list and isinstance(value, (list, tuple)):
+            return [str(item) for item in value]
+        if kind is str and isinstance(value, (str, Path)):
+            return str(value)
+        if kind in (bool, dict) and isinstance(value, kind):
+            return value
+    except (TypeError, ValueError):
+        pass
+    expected = {float: "a number", int: "a whole number", bool: "true or false", str: "text", dict: "a mapping"}
+    raise ValueError(f"`{name}` is {value!r}; expected {expected.get(kind, f'{kind}')}.")
+
+
+def _kinds(hint: Any) -> tuple:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _similar(name: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {matches[0]}?" if matches else ""

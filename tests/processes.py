@@ -1,0 +1,120 @@
+"""Training in processes of their own: they can be killed at a chosen moment, and two of them can train together.
+
+They are forked from a server that has imported everything, so that each costs a moment.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lr_attnres.training_arguments import TrainArguments
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["lr_attnres.training", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def run(function, *arguments, processes: int = 1, **environment: str) -> list[int]:
+    """Call a function in new processes, joined over gloo if they are several; returns their exit codes."""
+    if processes > 1:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+        environment |= address | {"ACCELERATE_USE_CPU": "true"}
+    started = []
+    for rank in range(processes):
+        mine = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+        started.append(FORKS.Process(target=_enter, args=(mine, function, arguments)))
+        started[-1].start()
+    for process in started:
+        process.join()
+    return [process.exitcode for process in started]
+
+
+def _enter(environment: dict[str, str], function, arguments) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        function(*arguments)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def train(arguments: dict, stop: tuple[str, int] | None = None) -> None:
+    """A whole run; `stop` names a moment and at which of its occurrences it strikes."""
+    from lr_attnres import training
+
+    if stop is not None:
+        MOMENTS[stop[0]](stop[1])
+    training.train(TrainArguments(**arguments))
+
+
+def strike(owner, name: str, occurrence: int, blow) -> None:
+    """Replace `owner.name` by a function that deals the blow before its nth call."""
+    original, calls = getattr(owner, name), []
+
+    def counted(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == occurrence:
+            blow(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def kill(*args, **kwargs) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate(*args, rank: str | None = None, **kwargs) -> None:
+    if rank in (None, os.environ.get("RANK")):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def kill_within_a_line(metrics, record) -> None:
+    with open(metrics.file, "a") as file:
+        file.write('{"step": ')
+    kill()
+
+
+def _moment(path: str, blow):
+    def install(occurrence: int) -> None:
+        from lr_attnres import checkpoints, metrics, training
+
+        *owners, name = path.split(".")
+        owner = {"checkpoints": checkpoints, "metrics": metrics, "training": training}[owners[0]]
+        for attribute in owners[1:]:
+            owner = getattr(owner, attribute)
+        strike(owner, name, occurrence, blow)
+
+    return install
+
+
+MOMENTS = {
+    "killed in a step": _moment("training.accumulate_gradients", kill),
+    "killed before a checkpoint has its name": _moment("checkpoints.sync_to_disk", kill),
+    "killed before an old one is deleted": _moment("checkpoints.shutil.rmtree", kill),
+    "killed within a line of metrics": _moment("metrics.Metrics.write", kill_within_a_line),
+    "killed while the model is written": _moment("training.write_provenance", kill),
+    "terminated": _moment("training.accumulate_gradients", terminate),
+    "one of two terminated": _moment("training.accumulate_gradients", partial(terminate, rank="1")),
+}
+
+
+def leftovers(run_folder: Path) -> list[str]:
+    """What a killed process has not cleaned up."""
+    return sorted(path.name for path in [*run_folder.glob("checkpoints/.*"), *run_folder.glob(".*")])

@@ -1,0 +1,259 @@
+"""A run learns by the recipe, and gives the same numbers killed and resumed, accumulated, and on two processes."""
+
+import json
+import resource
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from common import byte_tokenizer
+from safetensors.torch import load_file
+
+from lr_attnres import LRAttnResForCausalLM
+from lr_attnres.checkpoints import CheckpointError, read_state
+from lr_attnres.data import PackedTokens, prepare
+from lr_attnres.evaluation import evaluate_folder
+from lr_attnres.metrics import read_metrics
+from lr_attnres.model_card import read_provenance
+from lr_attnres.training import TrainingError, build_model, flatten_for_flash, learning_rate_factor, train
+from lr_attnres.training_arguments import TrainArguments, load_arguments
+
+
+LENGTH = 32
+SPEED = "tokens_per_second"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Some documents of letters with a pattern, in rows of 32 tokens."""
+    folder = tmp_path_factory.mktemp("tokens")
+    texts = ["".join(chr(97 + (i * i * n + n) % 26) for i in range(20 + 7 * n % 90)) for n in range(60)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare(
+        folder / "text.jsonl",
+        folder / "data",
+        tokenizer=byte_tokenizer(),
+        sequence_length=LENGTH,
+        validation_fraction=0.2,
+        progress_bar=False,
+    )
+    return folder / "data"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def arguments(data: Path, output: Path, **overrides) -> dict:
+    model = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    values = {
+        "data": str(data),
+        "output_dir": str(output),
+        "variant": "sliced-n2-r8",
+        "model": model | overrides.pop("model", {}),
+        "steps": 8,
+        "batch_tokens": 8 * LENGTH,
+        "micro_batch_size": 4,
+        "lr_muon": 0.02,
+        "lr_adamw": 0.01,
+        "lr_queries": 0.1,
+        "warmup_steps": 2,
+        "log_steps": 1,
+        "eval_steps": 4,
+        "entropy_steps": 4,
+        "save_steps": 3,
+    }
+    return values | overrides
+
+
+def run_here(data: Path, output: Path, **overrides) -> list[dict]:
+    train(TrainArguments(**arguments(data, output, **overrides)))
+    return read_metrics(output / "metrics.jsonl")
+
+
+def without_speed(records: list[dict]) -> list[dict]:
+    return [{name: value for name, value in record.items() if name != SPEED} for record in records]
+
+
+def losses(records: list[dict]) -> torch.Tensor:
+    return torch.tensor([[record["loss"], record["grad_norm"]] for record in records], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("variant", ["projected-n2-r8", "standard"])
+def test_a_run(variant, data, tmp_path):
+    """Every parameter changes, what is promised is written, and the folder is a model."""
+    values = arguments(data, tmp_path, variant=variant, model={"norm_weight": True})
+    model_folder = train(TrainArguments(**values))
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert {"tokens", "loss", "grad_norm", "lr_muon", "lr_adamw", SPEED} <= records[0].keys()
+    assert records[-1]["loss"] < records[0]["loss"] and records[-1]["tokens"] == 8 * 8 * LENGTH
+    assert [record["step"] for record in records if "validation_loss" in record] == [3, 4, 6, 8]
+    entropies = [record["depth_entropy"] for record in records if "depth_entropy" in record]
+    assert [len(entropy) for entropy in entropies] == ([] if variant == "standard" else [4, 4])
+
+    trained, info = LRAttnResForCausalLM.from_pretrained(model_folder, output_loading_info=True)
+    assert not any(info.values()) and (model_folder / "modeling_lr_attnres.py").exists()
+    torch.manual_seed(0)
+    untrained = build_model(TrainArguments(**values), PackedTokens(data).manifest)
+    for (name, before), after in zip(untrained.named_parameters(), trained.parameters()):
+        assert not torch.equal(before, after), name
+    assert evaluate_folder(model_folder, data, batch_size=3).loss == pytest.approx(records[-1]["validation_loss"])
+    provenance = read_provenance(model_folder)
+    assert provenance["step"] == 8 and provenance["recipe"]["variant"] == variant
+    assert processes.leftovers(tmp_path) == []
+
+    best = min((record for record in records if record["step"] in (3, 6, 8)), key=lambda r: r["validation_loss"])
+    kept = {6, 8, best["step"]}
+    assert {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()} == kept
+    checkpoint = LRAttnResForCausalLM.from_pretrained(tmp_path / "checkpoints/step-00000008")
+    assert torch.equal(checkpoint.lm_head.weight, trained.lm_head.weight)
+
+
+def test_killed_and_resumed_is_uninterrupted(data, tmp_path):
+    """Bit for bit: losses, norms, validation, entropies and weights, with dropout, so that the random state counts."""
+    whole, broken = (
+        arguments(data, tmp_path / name, model={"attention_dropout": 0.2}) for name in ("whole", "broken")
+    )
+    assert processes.run(processes.train, whole) == [0]
+
+    stops = {
+        ("killed in a step", 2): (-9, 0),
+        ("killed before a checkpoint has its name", 1): (-9, 0),
+        ("killed within a line of metrics", 5): (-9, 3),
+        ("terminated", 1): (143, 4),
+        ("killed in a step", 1): (-9, 4),
+        ("killed before an old one is deleted", 4): (-9, 6),
+        ("killed while the model is written", 1): (-9, 8),
+    }
+    for stop, (code, last) in stops.items():
+        assert processes.run(processes.train, broken, stop) == [code], stop
+        broken["resume"] = "last"
+        steps = sorted(int(path.name[5:]) for path in (tmp_path / "broken/checkpoints").glob("step-*"))
+        assert (steps[-1] if steps else 0) == last, stop
+    assert processes.leftovers(tmp_path / "broken") == [".model.partial"]
+    assert processes.run(processes.train, broken) == [0]
+    assert processes.leftovers(tmp_path / "broken") == []
+
+    records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "broken")]
+    assert without_speed(records[0]) == without_speed(records[1]) and len(records[0]) == 8
+    weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "broken")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_accumulation_does_not_matter(data, tmp_path):
+    """Batch 8 = 1 x 8, though the micro-batches have different numbers of targets; checkpointing and flat rows too."""
+    options = {"steps": 4, "model": {}}
+    expected = losses(run_here(data, tmp_path / "8", micro_batch_size=8, **options))
+    for name, changes in {
+        "1": {"micro_batch_size": 1},
+        "3": {"micro_batch_size": 3, "gradient_checkpointing": True},  # 2 is the largest that divides 8
+        "eager": {"attn_implementation": "eager", "num_workers": 1},
+    }.items():
+        found = losses(run_here(data, tmp_path / name, **options, **changes))
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_rows_in_one_row_are_the_same(data):
+    """What flash attention gets: the documents are told apart by their positions alone."""
+    rows = PackedTokens(data)
+    batch = torch.utils.data.default_collate([rows[i] for i in range(3)])
+    model = build_model(TrainArguments(**arguments(data, Path())), rows.manifest)
+    flat = flatten_for_flash(batch, "flash_attention_2")
+    assert flat["input_ids"].shape == (1, 3 * LENGTH) and flatten_for_flash(batch, "sdpa") is batch
+    torch.testing.assert_close(model(**flat, use_cache=False).loss, model(**batch, use_cache=False).loss)
+
+
+def test_compiled_and_uncompiled(data, tmp_path, monkeypatch):
+    """The wrapper of torch.compile reaches neither checkpoints nor folders. (`aot_eager`: no code generation.)"""
+    real, used = torch.compile, []
+
+    def compile_without_codegen(model, **options):
+        used.append(options["backend"])
+        return real(model, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", compile_without_codegen)
+    expected = run_here(data, tmp_path / "eager", steps=2, save_steps=1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    compiled = run_here(data, tmp_path / "compiled", steps=2, save_steps=1, compile=True)
+    assert used == ["inductor"]
+    torch.testing.assert_close(losses(compiled), losses(expected), atol=1e-5, rtol=1e-5)
+    names = [load_file(tmp_path / name / "model/model.safetensors").keys() for name in ("eager", "compiled")]
+    assert names[0] == names[1]
+
+
+def test_loss_that_is_not_finite(data, tmp_path):
+    with pytest.raises(TrainingError, match=r"gradient nan at step 2: .*checkpoints/step-00000001"):
+        run_here(data, tmp_path, lr_adamw=1e30, save_steps=1, warmup_steps=0)
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 1
+
+
+def test_full_disk(data, tmp_path):
+    """No file may grow beyond 40 kB, as on a full disk; the checkpoint before is still good."""
+    run_here(data, tmp_path, steps=3)
+    shorter = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, shorter[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"step 3 cannot be written: .* Last good one: None"):
+            run_here(data, tmp_path / "full", steps=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, shorter)
+    assert list((tmp_path / "full/checkpoints").iterdir()) == []
+
+
+def test_wrong_folder_to_resume_from(data, tmp_path):
+    run_here(data, tmp_path, steps=3)
+    checkpoint = tmp_path / "checkpoints/step-00000003"
+    (tmp_path / "empty").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+
+    def refused(message: str, output: Path = elsewhere, **overrides) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        with pytest.raises(ValueError, match=message):
+            run_here(data, output, **{"steps": 3} | overrides)
+
+    refused("already holds a run .*--resume", output=tmp_path)
+    refused("does not exist", resume=str(tmp_path / "nothing"))
+    refused("not a checkpoint of a training run", resume=str(tmp_path / "empty"))
+    refused("`lr_muon` is 0.02 there and 0.5 here", resume=str(checkpoint), lr_muon=0.5)
+    refused("`steps` is 3 there and 4 here", resume=str(checkpoint), steps=4)
+    refused("`variant` is sliced-n2-r8 there", resume=str(checkpoint), variant="standard")
+    refused("`model` is .*there", resume=str(checkpoint), model={"hidden_size": 64})
+    state = read_state(checkpoint)
+    state["settings"]["data"] = "0"
+    (checkpoint / "training_state.json").write_text(json.dumps(state))
+    refused("`data` is 0 there", resume=str(checkpoint))
+    refused("cannot be read", resume=str(_with_broken(tmp_path, data)))
+    assert not (elsewhere / "metrics.jsonl").exists()
+
+
+def _with_broken(tmp_path: Path, data: Path) -> Path:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run_here(data, tmp_path / "broken", steps=3)
+    checkpoint = tmp_path / "broken/checkpoints/step-00000003"
+    content = (checkpoint / "optimizer.bin").read_bytes()
+    (checkpoint / "optimizer.bin").write_bytes(content[: len(content) // 2])
+    return checkpoint
+
+
+def test_batches_that_do_not_fit(data, tmp_path):
+    with pytest.raises(ValueError, match="`batch_tokens` is 100; it must be a multiple of 32"):
+        run_here(data, tmp_path, batch_tokens=100)
+    with pytest.raises(ValueError, match="`vocab_size` is 100, but the data has 257"):
+        run_here(data, tmp_path, model={"vocab_size": 100})
+    with pytest.raises(ValueError, match="`trackers` has 'abacus'"):
+        run_here(data, tmp_path, trackers=["abacus"])
+
+
+def test_learning_rates_of_the_paper():
+    args = load_arguments("paper-0.5b")
+    assert args.steps * args.batch_tokens == pytest.approx(10e9, rel=1e-5)
+    expected = {1: 1 / 2000, 1000: 0.5, 2000: 1.0, 30_000: 1.0, args.steps: 0.1}
+    for step, factor in expected.items():
+        assert learning_rate_factor(step, args) == pytest.approx(factor)
+    assert learning_rate_factor(round(0.9 * args.steps), args) == pytest.approx(0.55, abs=1e-4)

@@ -1,0 +1,74 @@
+"""Two processes on gloo, DDP and FSDP2, train as one does; what they save is an ordinary folder."""
+
+import json
+import os
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_training import LENGTH, arguments, data, losses  # noqa: F401
+
+from lr_attnres.clean_process import load_in_clean_process
+from lr_attnres.evaluation import evaluate_folder
+from lr_attnres.metrics import read_metrics
+
+
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}  # float32 sums in another order, through five steps
+
+
+def fsdp_on_cpu() -> None:
+    """Accelerate offers FSDP to GPUs alone; past that gate the code is the same, and runs on gloo."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def train_sharded(arguments: dict, stop: tuple[str, int] | None = None) -> None:
+    fsdp_on_cpu()
+    processes.train(arguments, stop)
+
+
+def evaluate_together(folder: Path, data: Path) -> None:
+    result = evaluate_folder(folder, data, batch_size=2)
+    Path(folder, f"evaluation_{os.environ['RANK']}.json").write_text(json.dumps([result.loss, result.tokens]))
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory) -> Path:  # noqa: F811
+    folder = tmp_path_factory.mktemp("alone")
+    assert processes.run(processes.train, arguments(data, folder, steps=5)) == [0]
+    return folder
+
+
+@pytest.mark.parametrize("function", [processes.train, train_sharded], ids=["ddp", "fsdp2"])
+def test_two_processes_are_one(function, alone, data, tmp_path):  # noqa: F811
+    """SIGTERM to one of them stops both after the same step; resumed, they end where one process ends."""
+    values = arguments(data, tmp_path, steps=5, micro_batch_size=2)
+    assert processes.run(function, values, ("one of two terminated", 2), processes=2) == [143, 143]
+    assert (tmp_path / "checkpoints/step-00000002").exists()
+    assert processes.run(function, values | {"resume": "last"}, processes=2) == [0, 0]
+
+    records, expected = (read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, alone))
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    torch.testing.assert_close(losses(records), losses(expected), **CLOSE)
+    for name in ("validation_loss", "depth_entropy"):
+        torch.testing.assert_close(records[-1][name], expected[-1][name], **CLOSE)
+    weights, wanted = (load_file(folder / "model/model.safetensors") for folder in (tmp_path, alone))
+    torch.testing.assert_close(weights, wanted, **CLOSE)
+    if function is train_sharded:
+        found = load_in_clean_process(tmp_path / "model")
+        assert not (found["missing_weights"] or found["unexpected_weights"] or found["bad_weights"])
+
+
+def test_evaluation_does_not_depend_on_the_processes(alone, data):  # noqa: F811
+    folder = alone / "model"
+    assert processes.run(evaluate_together, folder, data, processes=2) == [0, 0]
+    one = evaluate_folder(folder, data, batch_size=2)
+    for rank in range(2):
+        assert json.loads((folder / f"evaluation_{rank}.json").read_text()) == [one.loss, one.tokens]
