@@ -230,18 +230,25 @@ def _explore(parser: argparse.ArgumentParser) -> Callable:
 def _cost(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("source", metavar="FOLDER_OR_REPO", nargs="?", help="a saved model, in place of the options")
     parser.add_argument("--paper", action="store_true", help="all rows of the paper's table, and its worked example")
+    parser.add_argument("--figure", metavar="FILE", help="with --paper: draw losses against costs, as PNG and SVG")
     parser.add_argument("--residual-type", choices=["standard", "attnres", "projected", "sliced"])
     parser.add_argument("--num-depth-blocks", type=_blocks, metavar="N", help="an integer, or full")
     sizes = ("hidden-size", "intermediate-size", "num-hidden-layers", "num-attention-heads", "num-key-value-heads")
     for name in ("depth-key-rank", *sizes, "head-dim", "vocab-size"):
         parser.add_argument(f"--{name}", type=int, help="default: as in the paper's model")
 
-    def run(source, paper, **fields):
+    def run(source, paper, figure, **fields):
         from .cost import cost_report, load_config, paper_report
 
         fields = {name: value for name, value in fields.items() if value is not None}
         if bool(source) + paper + bool(fields) > 1:
             raise ValueError("give one of FOLDER_OR_REPO, --paper and the options of a model.")
+        if figure and not paper:
+            raise ValueError("--figure draws the paper's table: give --paper too.")
+        if figure:
+            from .plots import draw_paper
+
+            draw_paper(figure)
         if paper:
             return print(paper_report())
         if fields.get("num_depth_blocks") == "full":

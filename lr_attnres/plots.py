@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .analysis import DepthAnalysis
+from .cost import depth_cost, variant_name
+from .paper import PAPER_TABLE
 
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; models of one variant differ in line and marker.
@@ -41,6 +43,16 @@ def draw(analyses: list[DepthAnalysis], folder: Path) -> list[Path]:
             if figure is not None:
                 written.append(save_figure(figure, folder / name))
     return written
+
+
+def draw_paper(path: str) -> Path:
+    """The validation losses that the paper publishes against the costs of its models; returns the PNG file."""
+    points = [
+        (variant_name(row.config), row.residual_type, depth_cost(row.config).added_flops_percent, row.validation_loss)
+        for row in PAPER_TABLE
+    ]
+    with matplotlib.rc_context(STYLE):
+        return save_figure(loss_against_flops(points, "validation loss, as published"), Path(path))
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -136,7 +148,7 @@ def entropy_by_position_figure(analyses: list[DepthAnalysis]) -> Figure | None:
     if not routed:
         return None
     figure, axes = _one_panel(
-        "Entropy by token position", "position in the document", "mean entropy over sites (nats)"
+        "Entropy by token position", "position in the document, from 1", "mean entropy over sites (nats)"
     )
     for analysis, style in zip(routed, _styles(routed)):
         entropy = analysis.tensors["entropy_by_position"].mean(0)
@@ -176,7 +188,7 @@ def loss_against_flops_figure(analyses: list[DepthAnalysis]) -> Figure:
 
 def loss_against_flops(points: list[tuple[str, str, float, float]], ylabel: str) -> Figure:
     """Points (name, residual type, added FLOPs in percent, loss), each labelled."""
-    figure, axes = _one_panel("Loss against added FLOPs", "added FLOPs (% of the core)", ylabel, width=8.5)
+    figure, axes = _one_panel("Loss against added FLOPs", "added FLOPs (% of the core)", ylabel, (8.5, 5.2))
     smallest = min((x for _, _, x, _ in points if x > 0), default=1.0)
     axes.set_xscale("symlog", linthresh=smallest / 2, linscale=0.3)
     for kind, colour in COLOURS.items():
@@ -184,15 +196,14 @@ def loss_against_flops(points: list[tuple[str, str, float, float]], ylabel: str)
         if chosen:
             marker = MARKERS[list(COLOURS).index(kind)]
             axes.scatter(*zip(*chosen), color=colour, marker=marker, s=45, label=kind, zorder=3)
-    for (name, kind, x, y), offset in zip(points, _label_offsets(points)):
-        label = name.removeprefix(kind).strip() or name
-        axes.annotate(label, (x, y), xytext=(6, offset), textcoords="offset points", fontsize=8, va="center")
     largest = max(x for _, _, x, _ in points)
     axes.set_xlim(-smallest / 8, max(largest, smallest) * 2)
     ticks = [x for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if smallest / 2 <= x <= largest * 2]
     axes.set_xticks([0, *ticks], ["0", *map(str, ticks)])
     axes.minorticks_off()
+    axes.margins(y=0.08)
     axes.legend()
+    _label_points(axes, [(name.removeprefix(kind).strip() or name, x, y) for name, kind, x, y in points])
     return figure
 
 
@@ -234,8 +245,8 @@ def _routed(analyses: list[DepthAnalysis]) -> list[DepthAnalysis]:
     return [analysis for analysis in analyses if analysis.residual_type != "standard"]
 
 
-def _one_panel(title: str, xlabel: str, ylabel: str, width: float = 7.5) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, 4.4), layout="constrained")
+def _one_panel(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (7.5, 4.4)) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -268,11 +279,24 @@ def _lines(
     axes.legend()
 
 
-def _label_offsets(points: list[tuple[str, str, float, float]]) -> list[int]:
-    """Vertical offsets, in points, that part the labels of neighbours: by rank among those close in loss."""
-    return [6 if i % 2 == 0 else -6 for i in _ranks([y for *_, y in points])]
+def _label_points(axes: Axes, points: list[tuple[str, float, float]], size: int = 8) -> None:
+    """Write each label beside its point, at the first place around it that is still free."""
+    axes.figure.draw_without_rendering()  # settles where the points are
+    to_points = 72 / axes.figure.dpi
+    places = [axes.transData.transform((x, y)) * to_points for _, x, y in points]
+    taken = [(px - 4, py - 4, px + 4, py + 4) for px, py in places]
+    for (label, x, y), (px, py) in zip(points, places):
+        width, height = 0.64 * size * len(label), 1.1 * size
+        around = [(8, 0), (6, 9), (6, -9), (-width - 8, 0), (-width / 2, 11), (-width / 2, -11)]
+        around += [(-width - 6, 9), (-width - 6, -9), (8, 18), (8, -18)]
+        boxes = [(px + dx, py + dy - height / 2, px + dx + width, py + dy + height / 2) for dx, dy in around]
+        best = min(range(len(boxes)), key=lambda i, boxes=boxes: sum(_overlap(boxes[i], box) for box in taken))
+        taken.append(boxes[best])
+        axes.annotate(label, (x, y), xytext=around[best], textcoords="offset points", fontsize=size, va="center")
 
 
-def _ranks(values: list[float]) -> list[int]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    return [order.index(i) for i in range(len(values))]
+def _overlap(box: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """The area that two boxes (left, bottom, right, top) share."""
+    width = min(box[2], other[2]) - max(box[0], other[0])
+    height = min(box[3], other[3]) - max(box[1], other[1])
+    return max(width, 0) * max(height, 0)
