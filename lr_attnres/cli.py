@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -205,9 +206,10 @@ def _analyze(parser: argparse.ArgumentParser) -> Callable:
     _add_model_arguments(parser)
 
     def run(**options):
-        from .analysis import analyze, summary
+        with _extra("analysis"):
+            from .analysis import analyze, summary
 
-        print(summary(analyze(**options)))
+            print(summary(analyze(**options)))
         print(options["output_dir"])
 
     return run
@@ -220,9 +222,10 @@ def _explore(parser: argparse.ArgumentParser) -> Callable:
     _add_model_arguments(parser)
 
     def run(**options):
-        from .explore import explore
+        with _extra("explore"):
+            from .explore import explore
 
-        explore(**options)
+            explore(**options)
 
     return run
 
@@ -246,9 +249,10 @@ def _cost(parser: argparse.ArgumentParser) -> Callable:
         if figure and not paper:
             raise ValueError("--figure draws the paper's table: give --paper too.")
         if figure:
-            from .plots import draw_paper
+            with _extra("analysis"):
+                from .plots import draw_paper
 
-            draw_paper(figure)
+                draw_paper(figure)
         if paper:
             return print(paper_report())
         if fields.get("num_depth_blocks") == "full":
@@ -256,6 +260,15 @@ def _cost(parser: argparse.ArgumentParser) -> Callable:
         print(cost_report(load_config(source) if source else LRAttnResConfig(**fields)))
 
     return run
+
+
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """A package that is not installed becomes the command that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error.name} is not installed: pip install 'lr-attnres[{name}]'") from error
 
 
 def _blocks(value: str) -> int | str:

@@ -75,3 +75,14 @@ def test_the_same_numbers_give_the_same_files(analyses, tmp_path):
             plots.save_figure(plots.shares_figure(analyses), tmp_path / name)
     for end in (".svg", ".png"):
         assert (tmp_path / f"first{end}").read_bytes() == (tmp_path / f"second{end}").read_bytes()
+
+
+def test_labels_of_crowded_points_do_not_touch(tmp_path):
+    path = plots.draw_paper(str(tmp_path / "paper.png"))
+    assert path.exists() and path.with_suffix(".svg").exists()
+    points = [(f"sliced R={i}", "sliced", 1 + 0.01 * i, 3 + 0.001 * i) for i in range(6)]
+    figure = plots.loss_against_flops(points, "loss")
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 6
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
