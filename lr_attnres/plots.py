@@ -215,8 +215,9 @@ def gradient_norms_figure(analyses: list[DepthAnalysis]) -> Figure | None:
     figure = Figure(figsize=(5.5, 0.32 * len(known) + 0.7), layout="constrained")
     axes = figure.subplots()
     axes.axis("off")
-    cells = [[analysis.name, f"{analysis.gradient_norm:.4f}"] for analysis in known]
-    table = axes.table(cells, colLabels=["model", "average gradient norm"], loc="center", cellLoc="left")
+    cells = [["■", analysis.name, f"{analysis.gradient_norm:.4f}"] for analysis in known]
+    heads = ["", "model", "average gradient norm"]
+    table = axes.table(cells, colLabels=heads, colWidths=[0.07, 0.5, 0.43], loc="center", cellLoc="left")
     table.auto_set_font_size(False)
     table.set_fontsize(10)
     table.scale(1, 1.4)
@@ -225,7 +226,7 @@ def gradient_norms_figure(analyses: list[DepthAnalysis]) -> Figure | None:
         if row == 0:
             cell.set_text_props(weight="bold")
         elif column == 0:
-            cell.set_text_props(color=COLOURS[known[row - 1].residual_type])
+            cell.set_text_props(color=COLOURS[known[row - 1].residual_type], ha="center")
     return figure
 
 
