@@ -24,7 +24,7 @@ from matplotlib import rc_context  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-from .plots import COLOURS, STYLE, heatmap  # noqa: E402
+from .plots import COLOURS, STYLE, clip_level, heatmap  # noqa: E402
 
 
 FONTS = ["system-ui", "sans-serif"]
@@ -132,11 +132,12 @@ class View:
 
 
 def heatmap_figure(views: list[View]) -> Figure:
-    """Sites x sources, side by side."""
+    """Sites x sources, side by side on one scale."""
+    top = max(clip_level(view.weights) for view in views)
     with rc_context(STYLE):
         figure = Figure(figsize=(5.2 * len(views), 4.6), layout="constrained")
         for axes, view in zip(figure.subplots(1, len(views), squeeze=False)[0], views):
-            heatmap(axes, view.weights, view.model.block_ends, view.title, "depth weight")
+            heatmap(axes, view.weights, view.model.block_ends, view.title, "depth weight", top)
         return figure
 
 
@@ -192,7 +193,11 @@ class Page:
         """A click: the token comes first, the one clicked before second."""
         index = event.index[0] if isinstance(event.index, (list, tuple)) else event.index
         picked = [index, *(other for other in picked if other != index)][:2]
-        return picked, self.show_tokens(reading, picked if compare == PREVIOUS else picked[:1])
+        return picked, self.mark(reading, picked, compare)
+
+    def mark(self, reading: Reading, picked: list[int], compare: str) -> list[tuple[str, str | None]]:
+        """The tokens, with those of the comparison coloured."""
+        return self.show_tokens(reading, picked if compare == PREVIOUS else picked[:1])
 
     def look(self, reading: Reading, picked: list[int], compare: str):
         """-> heatmaps, effective sources, caption."""
@@ -253,7 +258,7 @@ def build_page(models: list[ExploredModel]) -> gr.Blocks:
                 **shown
             )
         tokens.select(page.pick, [reading, picked, compare], [picked, tokens]).then(**shown)
-        compare.change(**shown)
+        compare.change(page.mark, [reading, picked, compare], tokens).then(**shown)
     return blocks
 
 

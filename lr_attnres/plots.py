@@ -93,12 +93,21 @@ def depth_weights_figure(analyses: list[DepthAnalysis]) -> Figure | None:
     return figure
 
 
+def clip_level(weights: torch.Tensor) -> float:
+    """The 99.5th percentile of the weights that there are."""
+    return torch.quantile(weights[~weights.isnan()], CLIP_PERCENTILE).item()
+
+
 def heatmap(
-    axes: Axes, weights: torch.Tensor, block_ends: list[int], title: str, label: str = "mean depth weight"
+    axes: Axes,
+    weights: torch.Tensor,
+    block_ends: list[int],
+    title: str,
+    label: str = "mean depth weight",
+    top: float | None = None,
 ) -> None:
-    """Depth weights [M, S], NaN where a site has no such source. A dot marks the partial of a site."""
-    known = weights[~weights.isnan()]
-    top = torch.quantile(known, CLIP_PERCENTILE).item()
+    """Depth weights [M, S], NaN where a site has no such source, clipped at `top`. A dot marks a site's partial."""
+    top = clip_level(weights) if top is None else top
     image = axes.imshow(
         weights.numpy(), cmap=HEATMAP, vmin=0, vmax=top, aspect="auto", interpolation="nearest", origin="upper"
     )
@@ -113,7 +122,7 @@ def heatmap(
     step = max(1, num_sites // 12)
     axes.set_yticks(range(step - 1, num_sites, step), range(step, num_sites + 1, step))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    end = "max" if top < known.max().item() else "neither"
+    end = "max" if top < weights[~weights.isnan()].max().item() else "neither"
     axes.figure.colorbar(image, ax=axes, label=label, extend=end)
 
 
