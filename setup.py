@@ -11,6 +11,8 @@ SERVE = ["accelerate>=1.15", "fastapi", "openai>=2", "pydantic>=2", "rich", "sta
 EVAL = ["lm_eval>=0.4.13", "datasets>=5.2"]
 ANALYSIS = ["matplotlib>=3.10", "datasets>=5.2"]
 EXPLORE = ["matplotlib>=3.10", "gradio>=6.31,<7"]
+TRAIN = ["accelerate>=1.15", "datasets>=5.2"]
+FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16"]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7", "playwright>=1.60"]
 
 setup(
@@ -31,7 +33,8 @@ setup(
         "safetensors>=0.5",
     ],
     extras_require={
-        "train": ["accelerate>=1.15", "datasets>=5.2"],
+        "train": TRAIN,
+        "finetune": FINETUNE,
         "peft": ["peft>=0.21"],
         "tokenizer": TOKENIZER,
         "serve": SERVE,
@@ -45,7 +48,7 @@ setup(
             *EVAL,
             *ANALYSIS,
             *EXPLORE,
-            "accelerate>=1.15",
+            *FINETUNE,
             "ruff>=0.17",
             "triton>=3.7",
         ],

@@ -101,19 +101,22 @@ def parser(description: str, repeats: int) -> argparse.ArgumentParser:
     return result
 
 
-def report(name: str, settings: dict, columns: dict[str, dict[str, float]], unit: str, output: Path) -> None:
-    """columns: title -> row -> measurement. Prints each with its ratio to `standard`, and writes all of it as JSON."""
-    machine = {
+def machine() -> dict[str, object]:
+    return {
         "device": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    print(f"\n{name}: {settings}\n{machine}")
+
+
+def report(name: str, settings: dict, columns: dict[str, dict[str, float]], unit: str, output: Path) -> None:
+    """columns: title -> row -> measurement. Prints each with its ratio to `standard`, and writes all of it as JSON."""
+    print(f"\n{name}: {settings}\n{machine()}")
     print(f"{'':32s}" + "".join(f"{title + ', ' + unit:>22s}{'ratio':>8s}" for title in columns))
     for row in next(iter(columns.values())):
         cells = (f"{column[row]:22.4f}{column[row] / column['standard']:8.3f}" for column in columns.values())
         print(f"{row:32s}" + "".join(cells), flush=True)
     output.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": name, "settings": settings, "machine": machine, "unit": unit, "columns": columns}
+    content = {"benchmark": name, "settings": settings, "machine": machine(), "unit": unit, "columns": columns}
     (output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

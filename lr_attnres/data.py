@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
+from filelock import FileLock
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -67,14 +68,24 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     output = Path(output_dir)
-    if output.exists():
-        return _verify_finished(output, settings)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{output}.lock")  # of several processes one works, the others wait and find the result
+    try:
+        with lock:
+            if output.exists():
+                return _verify_finished(output, settings)
+            return _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar)
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar) -> dict:
     work = output.with_name(output.name + ".partial")
     _start_or_resume(work, settings)
-    tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, validation_fraction)
+    tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, settings["validation_fraction"])
     packer = _Packer(work, tokenizer, settings)
     packer.restore(documents)
-    with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
+    with tqdm(total=settings["max_tokens"], unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
         packer.run(documents, bar)
     manifest = packer.finish()
     os.replace(work, output)
@@ -249,7 +260,7 @@ def _read_ahead(items: Iterator) -> Iterator:
 
 def _split_of(text: str, validation_fraction: float) -> str:
     """Depends on nothing but the text."""
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return "validation" if int.from_bytes(digest) / 2**48 < validation_fraction else "train"
 
 
@@ -401,7 +412,12 @@ class PackedTokens(torch.utils.data.Dataset):
             raise ValueError(f"{folder} has no split {split!r}; it has {', '.join(self.manifest['splits'])}.")
         self.sequence_length = self.manifest["settings"]["sequence_length"]
         shards = [self._open(shard) for shard in self.manifest["splits"][split]["shards"]]
-        self.rows = concatenate_datasets(shards).with_format("numpy")
+        # Views of the mapped files, chunk by chunk: tokens [rows, length], and the list of starts of each row.
+        self._chunks = [chunk for shard in shards for chunk in self._views(shard)]
+        self._ends = np.cumsum([len(tokens) for tokens, _, _ in self._chunks])
+
+    def __reduce__(self):
+        return PackedTokens, (self.folder, self.split)  # a worker process maps the files itself
 
     def _open(self, shard: dict) -> Dataset:
         path = self.folder / shard["file"]
@@ -413,14 +429,27 @@ class PackedTokens(torch.utils.data.Dataset):
             raise ValueError(f"{path} has {len(rows)} rows, the manifest says {shard['rows']}: prepare it again.")
         return rows
 
+    def _views(self, shard: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        columns = (shard.data.column(name).chunks for name in ("input_ids", "document_starts"))
+        for tokens, starts in zip(*columns):
+            rows = tokens.flatten().to_numpy().reshape(-1, self.sequence_length)
+            yield rows, starts.offsets.to_numpy(), starts.values.to_numpy()
+
     def __len__(self) -> int:
-        return len(self.rows)
+        return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.rows[index]
-        input_ids, starts = row["input_ids"].astype(np.int64), row["document_starts"]
-        lengths = np.diff(starts, append=self.sequence_length)
-        position_ids = np.arange(self.sequence_length) - np.repeat(starts, lengths)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        chunk = int(np.searchsorted(self._ends, index, side="right"))
+        tokens, offsets, all_starts = self._chunks[chunk]
+        row = index - int(self._ends[chunk])  # from the chunk's end: negative
+        starts = all_starts[offsets[row - 1] : offsets[row]]
+        input_ids = tokens[row].astype(np.int64)
+        position_ids = np.arange(self.sequence_length) - np.repeat(
+            starts, np.diff(starts, append=self.sequence_length)
+        )
         labels = np.where(position_ids == 0, -100, input_ids)
         columns = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
         return {name: torch.from_numpy(values) for name, values in columns.items()}

@@ -149,4 +149,8 @@ def _checked_text(record: dict, column: str, place: str) -> str:
     text = record[column]
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{place}: {column!r} is a {type(text).__name__}, not a text: give another --column.")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express and UTF-8 cannot
+        raise ValueError(f"{place}: {column!r} is not Unicode text ({error.reason}).") from error
     return text or ""

@@ -71,19 +71,17 @@ def evaluate_folder(
     dataset = PackedTokens(data, split)
     accelerator = Accelerator(mixed_precision="no")
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(accelerator.device)
-    check_fits(loaded.config, dataset.manifest)
+    check_fits(loaded.config.vocab_size, loaded.config.max_position_embeddings, dataset.manifest)
     return evaluate(loaded, dataset, accelerator, batch_size, progress_bar=True)
 
 
-def check_fits(config, manifest: dict) -> None:
-    """Raise where the model cannot read the data."""
-    vocab_size, length = manifest["tokenizer"]["vocab_size"], manifest["settings"]["sequence_length"]
-    if config.vocab_size < vocab_size:
-        raise ValueError(f"`vocab_size` is {config.vocab_size}, but the data has {vocab_size} different tokens.")
-    if config.max_position_embeddings < length:
-        raise ValueError(
-            f"`max_position_embeddings` is {config.max_position_embeddings}, less than a row of the data ({length})."
-        )
+def check_fits(vocab_size: int, max_position_embeddings: int, manifest: dict) -> None:
+    """Raise where a model of these sizes cannot read the data."""
+    tokens, length = manifest["tokenizer"]["vocab_size"], manifest["settings"]["sequence_length"]
+    if vocab_size < tokens:
+        raise ValueError(f"`vocab_size` is {vocab_size}, but the data has {tokens} different tokens.")
+    if max_position_embeddings < length:
+        raise ValueError(f"`max_position_embeddings` is {max_position_embeddings}, less than a row ({length} tokens).")
 
 
 def num_targets(labels: torch.Tensor) -> torch.Tensor:

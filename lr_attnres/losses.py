@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -59,9 +60,11 @@ class ChunkedLoss:
                 hidden, head.weight, shift_labels, self.z_loss, self.chunk_size, num_items_in_batch, ignore_index
             )
 
-        if not isinstance(head.weight, DTensor):
+        if not isinstance(head, FSDPModule):
+            if isinstance(head.weight, DTensor):
+                raise ValueError("The chunked loss does not work with tensor parallelism, which splits `lm_head`.")
             return loss(hidden_states)
-        # The head is an FSDP group of its own: only a call of the module gathers its weight.
+        # The head belongs to an FSDP group of its own: calling the module is what gathers and frees its weight.
         head.forward = loss
         try:
             return head(hidden_states)
@@ -143,20 +146,22 @@ def _sum_over_chunks(hidden, weight, targets, z_loss, size, ignore_index, dtype,
 
 def _one_chunk(hidden, weight, targets, z_loss, ignore_index, hidden_gradient, weight_gradient):
     """Returns the sum of a chunk; writes its hidden gradient [C, D] and adds to the weight gradient [V, D]."""
-    logits = _product(hidden, weight.t())  # [C, V], the only tensor of this size; it becomes its own gradient
+    logits = _product(hidden, weight.t())  # [C, V], the only tensor of this size: it becomes its own gradient
     counted = targets != ignore_index
     index = torch.where(counted, targets, 0)[:, None]
-    lse = logits.logsumexp(dim=-1)
-    target_logits = logits.gather(1, index).squeeze(1)
-    total = torch.where(counted, lse - target_logits + z_loss * lse.square(), 0).sum()
+    target_logits = logits.gather(1, index)
+    largest = logits.amax(dim=1, keepdim=True)
+    exponentials = logits.sub_(largest).exp_()
+    sums = exponentials.sum(dim=1, keepdim=True)
+    lse = largest + sums.log()
+    total = torch.where(counted[:, None], lse - target_logits + z_loss * lse.square(), 0).sum()
     if hidden_gradient is None and weight_gradient is None:
         return total
 
     # d/dlogits of lse - target + z lse^2 is softmax * (1 + 2 z lse) - onehot
-    counted = counted.to(logits.dtype)
-    probabilities = logits.sub_(lse[:, None]).exp_()
-    gradient = probabilities.mul_((counted * (1 + 2 * z_loss * lse))[:, None])
-    gradient.scatter_(1, index, gradient.gather(1, index) - counted[:, None])
+    counted = counted[:, None].to(logits.dtype)
+    gradient = exponentials.mul_(counted * (1 + 2 * z_loss * lse) / sums)
+    gradient.scatter_(1, index, gradient.gather(1, index) - counted)
     if weight_gradient is not None:
         _add_product(weight_gradient, gradient.t(), hidden)
     if hidden_gradient is not None:
@@ -185,5 +190,7 @@ def _check_head(head: nn.Module) -> None:
             f"The chunked loss multiplies with the weight of `lm_head` itself, but `lm_head` is a "
             f"{type(head).__name__}: leave it out of the adapter or quantization, or do not use the chunked loss."
         )
-    if isinstance(head.weight, DTensor) and not hasattr(head, "unshard"):
-        raise ValueError("The chunked loss does not work with tensor parallelism, which splits `lm_head`.")
+    if head.weight.shape != (head.out_features, head.in_features):
+        raise ValueError(
+            "The chunked loss needs the whole `lm_head`, which ZeRO stage 3 splits: use stage 2, or FSDP."
+        )

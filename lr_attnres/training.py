@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
+from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
@@ -85,8 +86,9 @@ def train(args: TrainArguments) -> Path:
             if stop and not last:
                 stop_run(accelerator, signals, checkpoints.path(step))
 
+    folder = export(accelerator, model, args, validation_loss)
     accelerator.end_training()
-    return export(accelerator, model, args, validation_loss)
+    return folder
 
 
 def start_accelerator(args: TrainArguments) -> Accelerator:
@@ -128,9 +130,12 @@ def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
         "eos_token_id": tokenizer["eos_token_id"],
         "pad_token_id": tokenizer["eos_token_id"],
     }
-    config = LRAttnResConfig(**(from_data | args.model_fields()))
-    check_fits(config, manifest)
-    model = LRAttnResForCausalLM(config)
+    fields = from_data | args.model_fields()
+    check_fits(fields["vocab_size"], fields["max_position_embeddings"], manifest)
+    try:
+        model = LRAttnResForCausalLM(LRAttnResConfig(**fields))
+    except StrictDataclassError as error:
+        raise ValueError(f"`model` or `variant`: {error.__cause__ or error}") from error
     model.set_attn_implementation(args.attn_implementation)
     return model
 

@@ -109,9 +109,7 @@ class TrainArguments:
             if name in VARIANT_FIELDS:
                 raise ValueError(f"`model` sets {name}, which `variant` = {self.variant} decides: change `variant`.")
             if name not in known:
-                raise ValueError(
-                    f"`model` has the field {name!r}, which LRAttnResConfig has not{_similar(name, known)}."
-                )
+                raise ValueError(f"`model`: LRAttnResConfig has no field {name!r}{_similar(name, known)}.")
         return variant_fields(self.variant) | self.model
 
     def bound(self) -> dict[str, Any]:
@@ -248,4 +246,4 @@ def _kinds(hint: Any) -> tuple:
 
 def _similar(name: str, known: list[str]) -> str:
     matches = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    return f" (did you mean {matches[0]}?)" if matches else ""

@@ -8,6 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import json  # noqa: E402
+from pathlib import Path  # noqa: E402
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from transformers.utils import logging  # noqa: E402
@@ -27,3 +30,18 @@ def nan_filled_empty():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def token_data(tmp_path_factory) -> Path:
+    """Documents of letters with a pattern, prepared in rows of 32 tokens."""
+    from common import byte_tokenizer
+
+    from lr_attnres.data import prepare
+
+    folder = tmp_path_factory.mktemp("tokens")
+    texts = ["".join(chr(97 + (i * i * n + n) % 26) for i in range(20 + 7 * n % 90)) for n in range(60)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"sequence_length": 32, "validation_fraction": 0.2, "progress_bar": False}
+    prepare(folder / "text.jsonl", folder / "data", tokenizer=byte_tokenizer(), **options)
+    return folder / "data"

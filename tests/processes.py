@@ -17,8 +17,37 @@ import torch
 from lr_attnres.training_arguments import TrainArguments
 
 
+LENGTH = 32  # tokens of a row
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["lr_attnres.training", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+
+
+def arguments(data: Path, output: Path, **overrides) -> dict:
+    """Of a run that takes a moment."""
+    model = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    values = {
+        "data": str(data),
+        "output_dir": str(output),
+        "variant": "sliced-n2-r8",
+        "model": model | overrides.pop("model", {}),
+        "steps": 8,
+        "batch_tokens": 8 * LENGTH,
+        "micro_batch_size": 4,
+        "lr_muon": 0.02,
+        "lr_adamw": 0.01,
+        "lr_queries": 0.1,
+        "warmup_steps": 2,
+        "log_steps": 1,
+        "eval_steps": 4,
+        "entropy_steps": 4,
+        "save_steps": 3,
+    }
+    return values | overrides
+
+
+def losses(records: list[dict]) -> torch.Tensor:
+    """Loss and norm of the gradient, step by step."""
+    return torch.tensor([[record["loss"], record["grad_norm"]] for record in records], dtype=torch.float64)
 
 
 def free_port() -> int:

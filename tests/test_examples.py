@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 from common import BYTE_VOCAB_SIZE, byte_tokenizer, save_text_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lr_attnres import LRAttnResForCausalLM
+from lr_attnres.optimizers import split_parameters
 
 
 ROOT = Path(__file__).parents[1]
@@ -26,11 +30,13 @@ def run_example(name: str, *arguments: object) -> str:
 
 
 def test_quickstart(tmp_path):
-    output = run_example("quickstart.py", "--steps", 50, "--output", tmp_path / "model")
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
-    assert losses[0] > 5 and losses[-1] < 3  # log(256) is 5.5
-    assert "loaded back as LRAttnResForCausalLM" in output and "generated: Four score and seven" in output
-    assert (tmp_path / "model/modeling_lr_attnres.py").exists()
+    output = run_example("quickstart.py", "--steps", 20, "--output", tmp_path)
+    before, after = map(float, re.search(r"before (\d+\.\d+), after (\d+\.\d+) nats", output).groups())
+    entropy = float(re.search(r"unigram entropy of the text (\d+\.\d+)", output)[1])
+    assert 7.5 < before < 7.8 and after < before - 0.5  # log(2048) is 7.6
+    assert 5 < entropy < 7
+    assert "loaded, 0 problems, logits [1, 8, 2048]" in output and "The Congress of the United States" in output
+    assert (tmp_path / "run/model/modeling_lr_attnres.py").exists() and (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_readme_snippets_run_in_order(tmp_path):
@@ -54,6 +60,62 @@ def test_publish_model():
     output = run_example("publish_model.py")
     assert "model.safetensors" in output and "to owner/name (main)" in output
     assert "license: apache-2.0" in output and "| weights | random |" in output
+
+
+def losses_before_and_after(output: str) -> list[float]:
+    return [float(loss) for loss in re.search(r"validation loss (\S+) -> (\S+)", output).groups()]
+
+
+def test_finetune_trainer(tmp_path):
+    options = ["--steps", 40, "--sequence-length", 128, "--output", tmp_path]
+    before, after = losses_before_and_after(run_example("finetune_trainer.py", *options))
+    assert before > 5 and after < 3.5  # log(257) is 5.5
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.model.depth_queries.weight.abs().max() > 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<|end|>"
+
+
+def test_finetune_lora(tmp_path):
+    options = ["--steps", 30, "--sequence-length", 128, "--output", tmp_path]
+    before, after = losses_before_and_after(run_example("finetune_lora.py", *options))
+    assert after < before - 0.1
+    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "merged"))
+    for name, parameter in merged.named_parameters():
+        adapted = "layers" in name or "depth_queries" in name
+        assert torch.equal(parameter, base.get_parameter(name)) != adapted, name
+
+
+def test_finetune_sft(tmp_path):
+    output = run_example("finetune_sft.py", "--epochs", 2, "--output", tmp_path)
+    assert "user: What is a source?\nassistant:" in output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.depth_queries.weight.abs().max() > 0
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_configs(path):
+    """Accelerate reads them, and they choose what their names say."""
+    config = load_config_from_file(path)  # refuses keys that it does not know
+    kinds = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}
+    assert config.distributed_type == kinds[path.stem.split("_")[0]] and config.mixed_precision == "bf16"
+    if path.stem == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] in LRAttnResForCausalLM._no_split_modules
+
+
+def test_plan_run_is_what_the_page_quotes(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import plan_run
+
+    page = (ROOT / "docs/training_at_scale.md").read_text()
+    lines = [*plan_run.compute(), *plan_run.speed(), f"| {plan_run.memory_row('standard')} |"]
+    assert [line for line in lines if line not in page] == []
+    for variant in plan_run.VARIANTS:
+        config = plan_run.config_of(variant)
+        with torch.device("meta"):
+            model = LRAttnResForCausalLM(config)
+        names = split_parameters(model)["muon"]
+        muon = sum(model.get_parameter(name).numel() for name in names)
+        assert plan_run.parameters(config) == (model.num_parameters(), muon)
 
 
 @pytest.mark.parametrize("variant", ["projected_block", "attnres_full"])

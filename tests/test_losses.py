@@ -132,7 +132,7 @@ def test_without_labels_the_model_is_as_before():
 
 
 def test_compiled():
-    model, input_ids = small_model(num_hidden_layers=2), random_tokens(2, 9)
+    model, input_ids = small_model("standard", num_hidden_layers=1), random_tokens(2, 9)
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     compare(model, compiled, input_ids=input_ids, labels=input_ids, use_cache=False)
 
@@ -154,6 +154,13 @@ def test_lora_on_the_head_is_refused():
     model, input_ids = get_peft_model(base, lora), random_tokens(2, 9)
     with pytest.raises(ValueError, match="leave it out of the adapter"):
         model(input_ids=input_ids, labels=input_ids)
+
+
+def test_a_partitioned_head_is_refused():
+    model = small_model()
+    model.lm_head.weight.data = torch.empty(0)  # what ZeRO stage 3 leaves of it
+    with pytest.raises(ValueError, match="ZeRO stage 3"):
+        use_chunked_loss(model)
 
 
 @pytest.mark.parametrize("options", [{"z_loss": -1.0}, {"z_loss": float("nan")}, {"chunk_size": 0}], ids=str)

@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import random_tokens, small_model
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from lr_attnres import LRAttnResForCausalLM
+from lr_attnres.losses import use_chunked_loss
 
 
 VARIANTS = ["standard", "attnres_full", "projected_block", "sliced_block", "sliced_block_weighted_norms"]
@@ -89,3 +92,34 @@ def fully_sharded(folders, input_ids):
         check_against_one_process(folder, torch.float32, input_ids, fsdp_size=2)
         if folder.name != "standard":
             check_against_one_process(folder, torch.bfloat16, input_ids, fsdp_size=2)
+
+
+def test_chunked_loss(tmp_path, monkeypatch):
+    small_model(num_hidden_layers=2, vocab_size=62).save_pretrained(tmp_path)
+    run_on_two(chunked_loss, tmp_path, random_tokens(2, 9), monkeypatch=monkeypatch)
+
+
+def chunked_loss(folder, input_ids):
+    reference = LRAttnResForCausalLM.from_pretrained(folder)
+    expected = reference(input_ids, labels=input_ids).loss
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    # the head in a group of its own, in one with the norm (as Accelerate has it), in that of the root; not sharded
+    own_group = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+    norm_group, root_group, plain = (LRAttnResForCausalLM.from_pretrained(folder) for _ in range(3))
+    fully_shard([norm_group.model.norm, norm_group.lm_head], reshard_after_forward=False)
+    fully_shard(norm_group)
+    fully_shard(root_group)
+    for model in (own_group, norm_group, root_group, DistributedDataParallel(plain)):
+        use_chunked_loss(model, chunk_size=4)
+        outputs = model(input_ids=input_ids, labels=input_ids)
+        assert outputs.logits is None
+        torch.testing.assert_close(outputs.loss, expected, **CLOSE)
+        outputs.loss.backward()
+        for name, parameter in model.named_parameters():
+            expected_gradient = gradients[name.removeprefix("module.")]
+            torch.testing.assert_close(full(parameter.grad), expected_gradient, **CLOSE, msg=lambda m, n=name: n + m)
+    split_head = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    use_chunked_loss(split_head)
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        split_head(input_ids, labels=input_ids)

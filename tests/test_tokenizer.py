@@ -1,4 +1,4 @@
-"""cl100k_base, token for token what tiktoken gives, with the real ranks."""
+"""cl100k_base, token for token what tiktoken gives, with the real ranks; and small tokenizers, trained."""
 
 import random
 import sys
@@ -8,7 +8,13 @@ import tiktoken
 from fetched import cl100k_ranks, wheel_contents
 from transformers import AutoTokenizer
 
-from lr_attnres.tokenizer import CL100K_VOCAB_SIZE, SPECIAL_TOKENS, TokenizerError, cl100k_tokenizer
+from lr_attnres.tokenizer import (
+    CL100K_VOCAB_SIZE,
+    SPECIAL_TOKENS,
+    TokenizerError,
+    cl100k_tokenizer,
+    train_tokenizer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +122,18 @@ def test_ranks_that_cannot_be_had(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tiktoken_ext.openai_public", None)
     with pytest.raises(TokenizerError, match=r"need tiktoken \(`pip install lr-attnres\[tokenizer\]`\)"):
         cl100k_tokenizer()
+
+
+def test_a_small_tokenizer_is_trained_and_loses_nothing(tmp_path):
+    texts = [f"The sea is {word}, the sky is blue; it's {number} o'clock.\n" for number, word in enumerate("abcdef")]
+    train_tokenizer(texts, 300).save_pretrained(tmp_path)
+    trained = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(trained) == 300 and trained.eos_token == trained.pad_token == "<|endoftext|>"
+    unseen = "The sea — größer\t\n  than 1234567 skies 🌊"
+    assert trained.decode(trained(unseen)["input_ids"]) == unseen
+    assert len(trained(texts[0])["input_ids"]) < len(texts[0]) / 2
+    assert train_tokenizer(texts, 300).get_vocab() == trained.get_vocab()
+    chat = trained.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    assert chat == "user: Hello\n"
+    with pytest.raises(ValueError, match="`vocab_size` is 256"):
+        train_tokenizer(texts, 256)

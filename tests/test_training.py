@@ -8,12 +8,12 @@ import processes
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from common import byte_tokenizer
+from processes import LENGTH, arguments, losses
 from safetensors.torch import load_file
 
 from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.checkpoints import CheckpointError, read_state
-from lr_attnres.data import PackedTokens, prepare
+from lr_attnres.data import PackedTokens
 from lr_attnres.evaluation import evaluate_folder
 from lr_attnres.metrics import read_metrics
 from lr_attnres.model_card import read_provenance
@@ -21,25 +21,7 @@ from lr_attnres.training import TrainingError, build_model, flatten_for_flash, l
 from lr_attnres.training_arguments import TrainArguments, load_arguments
 
 
-LENGTH = 32
 SPEED = "tokens_per_second"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """Some documents of letters with a pattern, in rows of 32 tokens."""
-    folder = tmp_path_factory.mktemp("tokens")
-    texts = ["".join(chr(97 + (i * i * n + n) % 26) for i in range(20 + 7 * n % 90)) for n in range(60)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepare(
-        folder / "text.jsonl",
-        folder / "data",
-        tokenizer=byte_tokenizer(),
-        sequence_length=LENGTH,
-        validation_fraction=0.2,
-        progress_bar=False,
-    )
-    return folder / "data"
 
 
 @pytest.fixture(autouse=True)
@@ -49,30 +31,8 @@ def fresh_accelerate():
     GradientState._reset_state()
 
 
-def arguments(data: Path, output: Path, **overrides) -> dict:
-    model = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
-    values = {
-        "data": str(data),
-        "output_dir": str(output),
-        "variant": "sliced-n2-r8",
-        "model": model | overrides.pop("model", {}),
-        "steps": 8,
-        "batch_tokens": 8 * LENGTH,
-        "micro_batch_size": 4,
-        "lr_muon": 0.02,
-        "lr_adamw": 0.01,
-        "lr_queries": 0.1,
-        "warmup_steps": 2,
-        "log_steps": 1,
-        "eval_steps": 4,
-        "entropy_steps": 4,
-        "save_steps": 3,
-    }
-    return values | overrides
-
-
-def run_here(data: Path, output: Path, **overrides) -> list[dict]:
-    train(TrainArguments(**arguments(data, output, **overrides)))
+def run_here(token_data: Path, output: Path, **overrides) -> list[dict]:
+    train(TrainArguments(**arguments(token_data, output, **overrides)))
     return read_metrics(output / "metrics.jsonl")
 
 
@@ -80,14 +40,10 @@ def without_speed(records: list[dict]) -> list[dict]:
     return [{name: value for name, value in record.items() if name != SPEED} for record in records]
 
 
-def losses(records: list[dict]) -> torch.Tensor:
-    return torch.tensor([[record["loss"], record["grad_norm"]] for record in records], dtype=torch.float64)
-
-
 @pytest.mark.parametrize("variant", ["projected-n2-r8", "standard"])
-def test_a_run(variant, data, tmp_path):
+def test_a_run(variant, token_data, tmp_path):
     """Every parameter changes, what is promised is written, and the folder is a model."""
-    values = arguments(data, tmp_path, variant=variant, model={"norm_weight": True})
+    values = arguments(token_data, tmp_path, variant=variant, model={"norm_weight": True})
     model_folder = train(TrainArguments(**values))
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 9))
@@ -100,10 +56,12 @@ def test_a_run(variant, data, tmp_path):
     trained, info = LRAttnResForCausalLM.from_pretrained(model_folder, output_loading_info=True)
     assert not any(info.values()) and (model_folder / "modeling_lr_attnres.py").exists()
     torch.manual_seed(0)
-    untrained = build_model(TrainArguments(**values), PackedTokens(data).manifest)
+    untrained = build_model(TrainArguments(**values), PackedTokens(token_data).manifest)
     for (name, before), after in zip(untrained.named_parameters(), trained.parameters()):
         assert not torch.equal(before, after), name
-    assert evaluate_folder(model_folder, data, batch_size=3).loss == pytest.approx(records[-1]["validation_loss"])
+    assert evaluate_folder(model_folder, token_data, batch_size=3).loss == pytest.approx(
+        records[-1]["validation_loss"]
+    )
     provenance = read_provenance(model_folder)
     assert provenance["step"] == 8 and provenance["recipe"]["variant"] == variant
     assert processes.leftovers(tmp_path) == []
@@ -115,10 +73,10 @@ def test_a_run(variant, data, tmp_path):
     assert torch.equal(checkpoint.lm_head.weight, trained.lm_head.weight)
 
 
-def test_killed_and_resumed_is_uninterrupted(data, tmp_path):
+def test_killed_and_resumed_is_uninterrupted(token_data, tmp_path):
     """Bit for bit: losses, norms, validation, entropies and weights, with dropout, so that the random state counts."""
     whole, broken = (
-        arguments(data, tmp_path / name, model={"attention_dropout": 0.2}) for name in ("whole", "broken")
+        arguments(token_data, tmp_path / name, model={"attention_dropout": 0.2}) for name in ("whole", "broken")
     )
     assert processes.run(processes.train, whole) == [0]
 
@@ -146,30 +104,30 @@ def test_killed_and_resumed_is_uninterrupted(data, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_accumulation_does_not_matter(data, tmp_path):
+def test_accumulation_does_not_matter(token_data, tmp_path):
     """Batch 8 = 1 x 8, though the micro-batches have different numbers of targets; checkpointing and flat rows too."""
     options = {"steps": 4, "model": {}}
-    expected = losses(run_here(data, tmp_path / "8", micro_batch_size=8, **options))
+    expected = losses(run_here(token_data, tmp_path / "8", micro_batch_size=8, **options))
     for name, changes in {
         "1": {"micro_batch_size": 1},
         "3": {"micro_batch_size": 3, "gradient_checkpointing": True},  # 2 is the largest that divides 8
         "eager": {"attn_implementation": "eager", "num_workers": 1},
     }.items():
-        found = losses(run_here(data, tmp_path / name, **options, **changes))
+        found = losses(run_here(token_data, tmp_path / name, **options, **changes))
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_rows_in_one_row_are_the_same(data):
+def test_rows_in_one_row_are_the_same(token_data):
     """What flash attention gets: the documents are told apart by their positions alone."""
-    rows = PackedTokens(data)
+    rows = PackedTokens(token_data)
     batch = torch.utils.data.default_collate([rows[i] for i in range(3)])
-    model = build_model(TrainArguments(**arguments(data, Path())), rows.manifest)
+    model = build_model(TrainArguments(**arguments(token_data, Path())), rows.manifest)
     flat = flatten_for_flash(batch, "flash_attention_2")
     assert flat["input_ids"].shape == (1, 3 * LENGTH) and flatten_for_flash(batch, "sdpa") is batch
     torch.testing.assert_close(model(**flat, use_cache=False).loss, model(**batch, use_cache=False).loss)
 
 
-def test_compiled_and_uncompiled(data, tmp_path, monkeypatch):
+def test_compiled_and_uncompiled(token_data, tmp_path, monkeypatch):
     """The wrapper of torch.compile reaches neither checkpoints nor folders. (`aot_eager`: no code generation.)"""
     real, used = torch.compile, []
 
@@ -178,36 +136,36 @@ def test_compiled_and_uncompiled(data, tmp_path, monkeypatch):
         return real(model, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", compile_without_codegen)
-    expected = run_here(data, tmp_path / "eager", steps=2, save_steps=1)
+    expected = run_here(token_data, tmp_path / "eager", steps=2, save_steps=1)
     AcceleratorState._reset_state(reset_partial_state=True)
-    compiled = run_here(data, tmp_path / "compiled", steps=2, save_steps=1, compile=True)
+    compiled = run_here(token_data, tmp_path / "compiled", steps=2, save_steps=1, compile=True)
     assert used == ["inductor"]
     torch.testing.assert_close(losses(compiled), losses(expected), atol=1e-5, rtol=1e-5)
     names = [load_file(tmp_path / name / "model/model.safetensors").keys() for name in ("eager", "compiled")]
     assert names[0] == names[1]
 
 
-def test_loss_that_is_not_finite(data, tmp_path):
+def test_loss_that_is_not_finite(token_data, tmp_path):
     with pytest.raises(TrainingError, match=r"gradient nan at step 2: .*checkpoints/step-00000001"):
-        run_here(data, tmp_path, lr_adamw=1e30, save_steps=1, warmup_steps=0)
+        run_here(token_data, tmp_path, lr_adamw=1e30, save_steps=1, warmup_steps=0)
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 1
 
 
-def test_full_disk(data, tmp_path):
+def test_full_disk(token_data, tmp_path):
     """No file may grow beyond 40 kB, as on a full disk; the checkpoint before is still good."""
-    run_here(data, tmp_path, steps=3)
+    run_here(token_data, tmp_path, steps=3)
     shorter = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, shorter[1]))
     try:
         with pytest.raises(CheckpointError, match=r"step 3 cannot be written: .* Last good one: None"):
-            run_here(data, tmp_path / "full", steps=3)
+            run_here(token_data, tmp_path / "full", steps=3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, shorter)
     assert list((tmp_path / "full/checkpoints").iterdir()) == []
 
 
-def test_wrong_folder_to_resume_from(data, tmp_path):
-    run_here(data, tmp_path, steps=3)
+def test_wrong_folder_to_resume_from(token_data, tmp_path):
+    run_here(token_data, tmp_path, steps=3)
     checkpoint = tmp_path / "checkpoints/step-00000003"
     (tmp_path / "empty").mkdir()
     elsewhere = tmp_path / "elsewhere"
@@ -215,7 +173,7 @@ def test_wrong_folder_to_resume_from(data, tmp_path):
     def refused(message: str, output: Path = elsewhere, **overrides) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         with pytest.raises(ValueError, match=message):
-            run_here(data, output, **{"steps": 3} | overrides)
+            run_here(token_data, output, **{"steps": 3} | overrides)
 
     refused("already holds a run .*--resume", output=tmp_path)
     refused("does not exist", resume=str(tmp_path / "nothing"))
@@ -228,26 +186,26 @@ def test_wrong_folder_to_resume_from(data, tmp_path):
     state["settings"]["data"] = "0"
     (checkpoint / "training_state.json").write_text(json.dumps(state))
     refused("`data` is 0 there", resume=str(checkpoint))
-    refused("cannot be read", resume=str(_with_broken(tmp_path, data)))
+    refused("cannot be read", resume=str(_with_broken(tmp_path, token_data)))
     assert not (elsewhere / "metrics.jsonl").exists()
 
 
-def _with_broken(tmp_path: Path, data: Path) -> Path:
+def _with_broken(tmp_path: Path, token_data: Path) -> Path:
     AcceleratorState._reset_state(reset_partial_state=True)
-    run_here(data, tmp_path / "broken", steps=3)
+    run_here(token_data, tmp_path / "broken", steps=3)
     checkpoint = tmp_path / "broken/checkpoints/step-00000003"
     content = (checkpoint / "optimizer.bin").read_bytes()
     (checkpoint / "optimizer.bin").write_bytes(content[: len(content) // 2])
     return checkpoint
 
 
-def test_batches_that_do_not_fit(data, tmp_path):
+def test_batches_that_do_not_fit(token_data, tmp_path):
     with pytest.raises(ValueError, match="`batch_tokens` is 100; it must be a multiple of 32"):
-        run_here(data, tmp_path, batch_tokens=100)
+        run_here(token_data, tmp_path, batch_tokens=100)
     with pytest.raises(ValueError, match="`vocab_size` is 100, but the data has 257"):
-        run_here(data, tmp_path, model={"vocab_size": 100})
+        run_here(token_data, tmp_path, model={"vocab_size": 100})
     with pytest.raises(ValueError, match="`trackers` has 'abacus'"):
-        run_here(data, tmp_path, trackers=["abacus"])
+        run_here(token_data, tmp_path, trackers=["abacus"])
 
 
 def test_learning_rates_of_the_paper():

@@ -7,8 +7,8 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from processes import arguments, losses
 from safetensors.torch import load_file
-from test_training import LENGTH, arguments, data, losses  # noqa: F401
 
 from lr_attnres.clean_process import load_in_clean_process
 from lr_attnres.evaluation import evaluate_folder
@@ -34,22 +34,40 @@ def train_sharded(arguments: dict, stop: tuple[str, int] | None = None) -> None:
     processes.train(arguments, stop)
 
 
+def train_in_bfloat16(arguments: dict) -> None:
+    """The layers compute in bfloat16, the queries in float32; all master weights are float32."""
+    from lr_attnres.modeling_lr_attnres import LRAttnResDecoderLayer, LRAttnResDepthQueries
+
+    seen = {}
+    for kind in (LRAttnResDecoderLayer, LRAttnResDepthQueries):
+
+        def record(module, *args, kind=kind, forward=kind.forward, **kwargs):
+            seen[kind] = {parameter.dtype for parameter in module.parameters()}
+            return forward(module, *args, **kwargs)
+
+        kind.forward = record
+    train_sharded(arguments | {"mixed_precision": "bf16"})
+    assert seen == {LRAttnResDecoderLayer: {torch.bfloat16}, LRAttnResDepthQueries: {torch.float32}}
+    saved = load_file(Path(arguments["output_dir"], "model/model.safetensors"))
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}
+
+
 def evaluate_together(folder: Path, data: Path) -> None:
     result = evaluate_folder(folder, data, batch_size=2)
     Path(folder, f"evaluation_{os.environ['RANK']}.json").write_text(json.dumps([result.loss, result.tokens]))
 
 
 @pytest.fixture(scope="module")
-def alone(data, tmp_path_factory) -> Path:  # noqa: F811
+def alone(token_data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    assert processes.run(processes.train, arguments(data, folder, steps=5)) == [0]
+    assert processes.run(processes.train, arguments(token_data, folder, steps=5)) == [0]
     return folder
 
 
 @pytest.mark.parametrize("function", [processes.train, train_sharded], ids=["ddp", "fsdp2"])
-def test_two_processes_are_one(function, alone, data, tmp_path):  # noqa: F811
+def test_two_processes_are_one(function, alone, token_data, tmp_path):
     """SIGTERM to one of them stops both after the same step; resumed, they end where one process ends."""
-    values = arguments(data, tmp_path, steps=5, micro_batch_size=2)
+    values = arguments(token_data, tmp_path, steps=5, micro_batch_size=2)
     assert processes.run(function, values, ("one of two terminated", 2), processes=2) == [143, 143]
     assert (tmp_path / "checkpoints/step-00000002").exists()
     assert processes.run(function, values | {"resume": "last"}, processes=2) == [0, 0]
@@ -62,13 +80,19 @@ def test_two_processes_are_one(function, alone, data, tmp_path):  # noqa: F811
     weights, wanted = (load_file(folder / "model/model.safetensors") for folder in (tmp_path, alone))
     torch.testing.assert_close(weights, wanted, **CLOSE)
     if function is train_sharded:
+        assert (tmp_path / "checkpoints/step-00000005/pytorch_model_fsdp_0").is_dir()
         found = load_in_clean_process(tmp_path / "model")
         assert not (found["missing_weights"] or found["unexpected_weights"] or found["bad_weights"])
 
 
-def test_evaluation_does_not_depend_on_the_processes(alone, data):  # noqa: F811
+def test_sharded_in_bfloat16(token_data, tmp_path):
+    values = arguments(token_data, tmp_path, steps=1, warmup_steps=0)
+    assert processes.run(train_in_bfloat16, values, processes=2) == [0, 0]
+
+
+def test_evaluation_does_not_depend_on_the_processes(alone, token_data):
     folder = alone / "model"
-    assert processes.run(evaluate_together, folder, data, processes=2) == [0, 0]
-    one = evaluate_folder(folder, data, batch_size=2)
+    assert processes.run(evaluate_together, folder, token_data, processes=2) == [0, 0]
+    one = evaluate_folder(folder, token_data, batch_size=2)
     for rank in range(2):
         assert json.loads((folder / f"evaluation_{rank}.json").read_text()) == [one.loss, one.tokens]
