@@ -3,28 +3,21 @@
 Shape letters: T tokens, M sites, S sources of the largest site.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import gradio as gr
 import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from transformers import AutoTokenizer
 
 from .analysis import effective_sources
 from .cost import load_config, variant_name
 from .depth_routing import depth_block_ends
+from .plots import COLOURS, STYLE, clip_level, heatmap
 from .text_generation import load_language_model
-
-
-# Gradio reads this when it is imported: the page asks no other host for anything.
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-
-import gradio as gr  # noqa: E402
-from matplotlib import rc_context  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
-
-from .plots import COLOURS, STYLE, clip_level, heatmap  # noqa: E402
 
 
 FONTS = ["system-ui", "sans-serif"]
@@ -234,6 +227,7 @@ def build_page(models: list[ExploredModel]) -> gr.Blocks:
     start = "Type a prompt and press Generate."
     if not page.writer.is_routed:
         start = "⚠️ " + NO_ROUTING.format(name=page.writer.name)
+    # Without analytics, and with the reader's own fonts (see `explore`), the page asks no other host for anything.
     with gr.Blocks(title=f"Depth routing: {title}", analytics_enabled=False) as blocks:
         gr.Markdown(f"# Where does each site read?\n{title}, {page.writer.config.num_hidden_layers} layers")
         with gr.Row():
@@ -275,7 +269,7 @@ def explore(
     if not 1 <= len(sources) <= 2:
         raise ValueError(f"{len(sources)} models were given; explore one, or two to compare.")
     blocks = build_page([ExploredModel(source, device, dtype) for source in sources])
-    theme = gr.themes.Default(font=FONTS, font_mono=MONO_FONTS)  # fonts that need no download
+    theme = gr.themes.Default(font=FONTS, font_mono=MONO_FONTS)
     blocks.queue().launch(
         server_name=host,
         server_port=port,
