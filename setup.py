@@ -13,7 +13,8 @@ ANALYSIS = ["matplotlib>=3.10", "datasets>=5.2"]
 EXPLORE = ["matplotlib>=3.10", "gradio>=6.31,<7"]
 TRAIN = ["accelerate>=1.15", "datasets>=5.2"]
 FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7", "playwright>=1.60"]
+BROWSER = ["playwright>=1.60"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7", "tensorboard>=2.20", *BROWSER]
 
 setup(
     name="lr-attnres",

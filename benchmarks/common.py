@@ -7,6 +7,7 @@ reported is the ratio to `standard`.
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,20 +36,23 @@ ROWS = {
     "attnres full, naive read": {"residual_type": "attnres", "num_depth_blocks": None},
     "Qwen3ForCausalLM": None,
 }
+PAPER_DEPTH_ROWS = [row for row in ROWS if "N=4" not in row]
 
 
 class NaiveDepthRead(LRAttnResDepthRead):
     """The same site with one read over a stack of all its sources, differentiated by autograd."""
 
-    def read(self, completed, source, mixes, dtype):
+    def read(self, completed, source, mixes, dtype, norm):
         logits = torch.cat([*(older[..., self.here] for older in completed[1::2]), *source[1:]], dim=-1)
-        return naive_depth_read([*completed[0::2], *source[:1]], logits).to(dtype), ()
+        hidden = naive_depth_read([*completed[0::2], *source[:1]], logits).to(dtype)
+        return hidden, norm and norm(hidden), ()
 
 
 def read_naively(model: LRAttnResForCausalLM) -> LRAttnResForCausalLM:
     for module in model.modules():
         if isinstance(module, LRAttnResDepthRead):
             module.__class__ = NaiveDepthRead
+    model.model.reads_from_bank = lambda embeddings: False
     return model
 
 
@@ -93,12 +97,53 @@ def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
     return best
 
 
+def compare(
+    make_step: Callable[[str, bool], Callable[[], None]], rows: list[str], modes: dict[str, list[str]], repeats: int
+) -> dict[str, dict[str, float]]:
+    """mode -> row -> time as a ratio to `standard`. Few models at a time keep memory small; each batch of them is
+    interleaved with its own `standard`. `modes` says which rows are timed in a mode; others are left out of it."""
+    columns = {}
+    for mode, rows_of_mode in modes.items():
+        chosen = [row for row in rows if row in rows_of_mode and row != "standard"]
+        columns[mode] = {"standard": 1.0}
+        for start in range(0, len(chosen), 4):
+            batch = ["standard", *chosen[start : start + 4]]
+            print(f"{mode}: {', '.join(batch)}", file=sys.stderr, flush=True)
+            times = interleave({row: make_step(row, mode == "compiled") for row in batch}, repeats)
+            columns[mode] |= {row: times[row] / times["standard"] for row in batch}
+            torch.compiler.reset()
+    return columns
+
+
 def parser(description: str, repeats: int) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
     result.add_argument("--repeats", type=int, default=repeats)
     result.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
     return result
+
+
+def timing_parser(description: str, repeats: int, layers: int, tokens: int) -> argparse.ArgumentParser:
+    result = parser(description, repeats)
+    result.add_argument("--layers", type=int, default=layers)
+    result.add_argument("--tokens", type=int, default=tokens)
+    result.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
+    result.add_argument(
+        "--compiled-rows", nargs="+", choices=list(ROWS), metavar="ROW", help="compile these only; default: all rows"
+    )
+    return result
+
+
+def time_rows(name: str, make_step: Callable[..., Callable[[], None]], args: argparse.Namespace) -> None:
+    """What the timing benchmarks have in common, once their arguments are known."""
+    check_against_naive_read(args.rows)
+    timed = {"eager": args.rows, "compiled": args.compiled_rows or args.rows}
+    modes = {mode: timed[mode] for mode in args.modes}
+    rows = list(dict.fromkeys([*args.rows, *(args.compiled_rows or [])]))
+    columns = compare(
+        lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats
+    )
+    report(name, {"layers": args.layers, "tokens": args.tokens}, columns, "of standard", args.output)
 
 
 def machine() -> dict[str, object]:
@@ -114,8 +159,11 @@ def report(name: str, settings: dict, columns: dict[str, dict[str, float]], unit
     """columns: title -> row -> measurement. Prints each with its ratio to `standard`, and writes all of it as JSON."""
     print(f"\n{name}: {settings}\n{machine()}")
     print(f"{'':32s}" + "".join(f"{title + ', ' + unit:>22s}{'ratio':>8s}" for title in columns))
-    for row in next(iter(columns.values())):
-        cells = (f"{column[row]:22.4f}{column[row] / column['standard']:8.3f}" for column in columns.values())
+    for row in dict.fromkeys(row for column in columns.values() for row in column):
+        cells = (
+            f"{column[row]:22.4f}{column[row] / column['standard']:8.3f}" if row in column else " " * 30
+            for column in columns.values()
+        )
         print(f"{row:32s}" + "".join(cells), flush=True)
     output.mkdir(parents=True, exist_ok=True)
     content = {"benchmark": name, "settings": settings, "machine": machine(), "unit": unit, "columns": columns}

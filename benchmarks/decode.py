@@ -1,7 +1,7 @@
 """Decoding one token with the KV cache at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from common import PAPER_WIDTH, build, check_against_naive_read, interleave, parser, report
+from common import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
 from transformers import StaticCache
 
 
@@ -24,25 +24,7 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
     return step
 
 
-def main() -> None:
-    arguments = parser(__doc__, repeats=5)
-    arguments.set_defaults(rows=["sliced N=8 r=64", "projected N=8 r=32", "sliced full r=64", "attnres full"])
-    arguments.add_argument("--layers", type=int, default=24)
-    arguments.add_argument("--tokens", type=int, default=8)
-    arguments.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
-    args = arguments.parse_args()
-    check_against_naive_read(args.rows)
-    columns = {}
-    for mode in args.modes:
-        times = {"standard": 1.0}
-        for row in args.rows:
-            pair = {r: decode_steps(r, args.layers, args.tokens, mode == "compiled") for r in ("standard", row)}
-            measured = interleave(pair, args.repeats)
-            times[row] = measured[row] / measured["standard"]
-            torch.compiler.reset()
-        columns[mode] = times
-    report("decode", {"layers": args.layers, "tokens": args.tokens}, columns, "of standard", args.output)
-
-
 if __name__ == "__main__":
-    main()
+    arguments = timing_parser(__doc__, repeats=6, layers=24, tokens=16)
+    arguments.set_defaults(rows=PAPER_DEPTH_ROWS)
+    time_rows("decode", decode_steps, arguments.parse_args())

@@ -1,7 +1,7 @@
 """A whole training step (forward, backward, AdamW) of every variant, eager and compiled."""
 
 import torch
-from common import PAPER_WIDTH, build, check_against_naive_read, interleave, parser, report
+from common import PAPER_WIDTH, build, time_rows, timing_parser
 
 
 def training_step(row: str, layers: int, tokens: int, compiled: bool):
@@ -18,27 +18,5 @@ def training_step(row: str, layers: int, tokens: int, compiled: bool):
     return step
 
 
-def main() -> None:
-    arguments = parser(__doc__, repeats=5)
-    arguments.add_argument("--layers", type=int, default=8)
-    arguments.add_argument("--tokens", type=int, default=512)
-    arguments.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
-    args = arguments.parse_args()
-    check_against_naive_read(args.rows)
-    rows = ["standard", *(row for row in args.rows if row != "standard")]
-    columns = {}
-    for mode in args.modes:
-        # Few models at a time keep memory small; each batch of them has its own `standard`.
-        times = {"standard": 1.0}
-        for start in range(1, len(rows), 4):
-            batch = ["standard", *rows[start : start + 4]]
-            steps = {row: training_step(row, args.layers, args.tokens, mode == "compiled") for row in batch}
-            measured = interleave(steps, args.repeats)
-            times |= {row: measured[row] / measured["standard"] for row in batch}
-            torch.compiler.reset()
-        columns[mode] = times
-    report("train_step", {"layers": args.layers, "tokens": args.tokens}, columns, "of standard", args.output)
-
-
 if __name__ == "__main__":
-    main()
+    time_rows("train_step", training_step, timing_parser(__doc__, repeats=5, layers=8, tokens=512).parse_args())

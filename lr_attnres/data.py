@@ -82,13 +82,18 @@ def prepare(
 def _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar) -> dict:
     work = output.with_name(output.name + ".partial")
     _start_or_resume(work, settings)
-    tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, settings["validation_fraction"])
-    packer = _Packer(work, tokenizer, settings)
-    packer.restore(documents)
-    with tqdm(total=settings["max_tokens"], unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
-        packer.run(documents, bar)
-    manifest = packer.finish()
+    if not (work / "manifest.json").exists():
+        tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, settings["validation_fraction"])
+        packer = _Packer(work, tokenizer, settings)
+        packer.restore(documents)
+        with tqdm(total=settings["max_tokens"], unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
+            packer.run(documents, bar)
+        packer.finish()
+    for name in ("progress.npz", "progress.tmp", "settings.json"):
+        (work / name).unlink(missing_ok=True)
     os.replace(work, output)
+    manifest = read_manifest(output)
+    _check_same_settings(output, manifest["settings"], settings)
     return manifest
 
 
@@ -125,20 +130,25 @@ class _Packer:
 
     def run(self, documents: Documents, bar: tqdm) -> None:
         bar.update(self.num_tokens)
+        if self.is_full():
+            return
         for batch, position in _read_ahead(_batches(documents)):
             before, shards = self.num_tokens, len(self._shards())
-            is_full = self.add(batch)
+            self.add(batch)
             for split in SPLITS:
                 while self.pending_rows(split) >= self.shard_rows:
                     self.write_shard(split, self.shard_rows)
             if len(self._shards()) > shards:
                 self.save(position)
             bar.update(self.num_tokens - before)
-            if is_full:
+            if self.is_full():
                 return
 
-    def add(self, batch: list[str]) -> bool:
-        """Take in documents; True when `max_tokens` is reached."""
+    def is_full(self) -> bool:
+        return self.settings["max_tokens"] is not None and self.num_tokens >= self.settings["max_tokens"]
+
+    def add(self, batch: list[str]) -> None:
+        """Take in documents, until `max_tokens` is reached."""
         # Text that looks like a special token stays text: only this function ends documents.
         encoded = self.tokenizer(
             batch, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
@@ -148,9 +158,8 @@ class _Packer:
             self.pieces[split].append(np.array([*tokens, self.tokenizer.eos_token_id], dtype=self.dtype))
             self.counts[split]["documents"] += 1
             self.counts[split]["tokens"] += len(tokens) + 1
-            if self.settings["max_tokens"] is not None and self.num_tokens >= self.settings["max_tokens"]:
-                return True
-        return False
+            if self.is_full():
+                return
 
     def pending_rows(self, split: str) -> int:
         counts = self.counts[split]
@@ -191,7 +200,7 @@ class _Packer:
         self.counts = state["counts"]
         documents.resume(state["position"])
 
-    def finish(self) -> dict:
+    def finish(self) -> None:
         """The last, shorter shards and the manifest. Less than a row is left over per split, and dropped."""
         try:
             self._check_sizes()
@@ -212,10 +221,7 @@ class _Packer:
             },
             "splits": {split: counts for split, counts in self.counts.items() if counts["rows"]},
         }
-        (self.folder / "progress.npz").unlink(missing_ok=True)
-        (self.folder / "settings.json").unlink()
-        (self.folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-        return manifest
+        _write_json(self.folder / "manifest.json", manifest)
 
     def _check_sizes(self) -> None:
         if not self.num_tokens:
@@ -297,9 +303,13 @@ def _start_or_resume(work: Path, settings: dict) -> None:
         _check_same_settings(work, json.loads(known.read_text()), settings)
         return
     work.mkdir(parents=True, exist_ok=True)
-    temporary = work / "settings.tmp"
-    temporary.write_text(json.dumps(settings))
-    os.replace(temporary, known)
+    _write_json(known, settings)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)
 
 
 def _verify_finished(folder: Path, settings: dict) -> dict:

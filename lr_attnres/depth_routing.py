@@ -8,6 +8,7 @@ the group are mixed once for all of its sites (phase 1), and a site only merges 
 backward rebuilds what it needs from logits and from the hidden states that the next norm keeps anyway.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from math import isqrt
 
@@ -28,11 +29,15 @@ class DepthSite:
 
     index: int  # site `index` reads after this many sub-layers have written
     count: int  # sub-layers in the block that the last of them was written to, itself included
-    closes_block: bool  # it completed that block
+    block_end: int  # the site after that block's last sub-layer
     num_completed: int  # completed sources before it, the embedding included
     opens_group: bool  # phase 1 happens here, for this site and the rest of its group
     num_older: int  # sources that phase 1 mixed; 1: the embedding alone, which needs no mixing
     group_size: int  # sites left in the group, this one included
+
+    @property
+    def closes_block(self) -> bool:
+        return self.index == self.block_end
 
     @classmethod
     def schedule(cls, num_sublayers: int, num_blocks: int | None) -> list["DepthSite"]:
@@ -51,7 +56,7 @@ class DepthSite:
                 cls(
                     index=index,
                     count=index - max((end for end in ends if end < index), default=0),
-                    closes_block=index in ends,
+                    block_end=min(end for end in ends if end >= index),
                     num_completed=1 + sum(end < index for end in ends),
                     opens_group=opened == index and num_older > 1,
                     num_older=num_older,
@@ -67,14 +72,21 @@ def depth_rms_norm(key: torch.Tensor, eps: float) -> torch.Tensor:
     return key * torch.rsqrt(key.square().mean(-1, keepdim=True) + eps)
 
 
-def depth_logits(key: torch.Tensor, queries: torch.Tensor, key_norm: bool, eps: float) -> torch.Tensor:
-    """The logits of one source for a run of sites: key [B, T, R], queries [sites, R] -> [B, T, sites]."""
-    key = key.to(torch.promote_types(key.dtype, torch.float32))
+def depth_logits(key: torch.Tensor, queries: torch.Tensor, floor: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of one source for a run of sites: key [B, T, R], queries [sites, R] -> [B, T, sites].
+
+    With a floor the key is divided by its norm, `hypot(|key|, floor)`. That is the RMSNorm of the paper for queries
+    that were multiplied by `sqrt(R)` and a floor of `sqrt(R * eps)`: two operations fewer for each source.
+    """
+    if key.dtype != queries.dtype:
+        key = key.to(queries.dtype)
     # Autocast would make this product in half precision.
     with maybe_autocast(device_type=key.device.type, enabled=False):
-        logits = key @ queries.to(key).t()
+        logits = torch.nn.functional.linear(key, queries)
     # The norm is a factor per token: applied to the logits, it needs no normalised copy of the key.
-    return logits * torch.rsqrt(key.square().mean(-1, keepdim=True) + eps) if key_norm else logits
+    return (
+        logits if floor is None else logits / torch.hypot(torch.linalg.vector_norm(key, dim=-1, keepdim=True), floor)
+    )
 
 
 def naive_depth_read(values: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
@@ -169,3 +181,84 @@ class DepthMerge(torch.autograd.Function):
         grad_mix = (weights[..., :1] * grad).to(ctx.mix_dtype)
         grad_values = [(weights[..., i : i + 1] * grad).to(value.dtype) for i, value in enumerate(values, start=1)]
         return None, grad_mix, grad_logits, *grad_values
+
+
+class DepthBank:
+    """The sources of one new token, where a step of generation reads them. No gradients.
+
+    Such a step is bound by the number of operations, not by their size. So nothing is grouped: a site adds to the row
+    of its block, makes its logits, and takes one softmax and one product over all rows; views are made per block.
+    A row holds what a sub-layer emits (value [D], in `projected` also its key [R]) and then the floor of the key norm:
+    the norm of a key together with that neighbour is the `hypot` of `depth_logits`.
+    """
+
+    def __init__(
+        self,
+        emitted: torch.Tensor,
+        hidden_size: int,
+        num_sources: int,
+        queries: torch.Tensor,
+        floor: torch.Tensor | None = None,
+    ):
+        """emitted [B, 1, D or D + R]: the embedding and, in `projected`, its key; queries [M, R], floor: see there."""
+        batch, _, width = emitted.shape
+        self.hidden_size, self.width, self.has_floor = hidden_size, width, floor is not None
+        # The neighbour of a key has no part in its logits.
+        self.queries = (torch.nn.functional.pad(queries, (0, 1)) if self.has_floor else queries).t()
+        self.bank = queries.new_empty(batch, num_sources, width + self.has_floor)
+        self.logits = queries.new_empty(batch, queries.shape[0], num_sources)
+        if self.has_floor:
+            self.bank[..., -1] = floor
+        self.make_views()
+        self.rows[0].copy_(emitted)
+        self.write_logits(self.keys[0], self.queries, self.logits[..., 0])
+
+    def make_views(self) -> None:
+        self.rows = self.bank[..., : self.width].split(1, dim=1)
+        self.keys = self.bank[..., -self.queries.shape[0] :].unbind(1)
+        self.opened = None
+
+    def to(self, device: torch.device | str | int, **_) -> "DepthBank":
+        """Itself if it is there already. Accelerate's hooks ask for it between layers on different devices."""
+        bank = self.bank.to(device)
+        if bank is self.bank:
+            return self
+        moved = copy(self)
+        moved.bank, moved.queries, moved.logits = bank, self.queries.to(device), self.logits.to(device)
+        moved.make_views()
+        return moved
+
+    def open_block(self, site: DepthSite) -> None:
+        """Views for the sites of a block: all of them read rows 0..n, and row n is the block's own."""
+        n, sites = site.num_completed, slice(site.index - site.count, site.block_end)
+        self.opened = n
+        self.values = self.bank[:, : n + 1, : self.hidden_size]
+        self.site_queries = self.queries[:, sites].split(1, dim=1)
+        self.site_logits = self.logits[:, sites, : n + 1].split(1, dim=1)
+        self.own_logits = self.logits[:, sites, n].split(1, dim=1)
+
+    def read(self, site: DepthSite, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What sub-layer `site` emitted, [B, 1, D or D + R] -> hidden [B, 1, D], depth weights [B, 1, S]."""
+        n, here = site.num_completed, site.count - 1
+        if self.opened != n:
+            self.open_block(site)
+        if here == 0:
+            self.rows[n].copy_(emitted)
+        else:
+            self.rows[n].add_(emitted)
+        if site.closes_block:  # its logits for all sites from here on
+            first = site.index - 1
+            self.write_logits(self.keys[n], self.queries[:, first:], self.logits[:, first:, n])
+        else:
+            self.write_logits(self.keys[n], self.site_queries[here], self.own_logits[here])
+        weights = self.site_logits[here].softmax(dim=-1)
+        hidden = torch.bmm(weights, self.values)
+        return hidden if hidden.dtype == emitted.dtype else hidden.to(emitted.dtype), weights
+
+    def write_logits(self, key: torch.Tensor, queries: torch.Tensor, logits: torch.Tensor) -> None:
+        """key [B, R], queries [R, sites] -> logits [B, sites]; both with one more coordinate if there is a floor."""
+        product = torch.mm(key, queries)
+        if self.has_floor:
+            torch.div(product, torch.linalg.vector_norm(key, dim=-1, keepdim=True), out=logits)
+        else:
+            logits.copy_(product)

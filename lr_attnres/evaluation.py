@@ -52,9 +52,11 @@ def evaluate(
                 batch["labels"].fill_(-100)
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
             total = model(**batch, use_cache=False, num_items_in_batch=1).loss
-            sums[i] = torch.stack([total.double().cpu(), num_targets(batch["labels"]).double().cpu()])
+            sums[i] = torch.stack([total.cpu().double(), num_targets(batch["labels"]).cpu().double()])
     model.train(was_training)
-    loss, tokens = accelerator.gather(sums.to(accelerator.device)).cpu().unbind(-1)
+    if accelerator.num_processes > 1:
+        sums = accelerator.gather(sums.to(accelerator.device)).cpu()
+    loss, tokens = sums.unbind(-1)
     return Evaluation(math.fsum(loss.tolist()) / tokens.sum().item(), int(tokens.sum().item()))
 
 

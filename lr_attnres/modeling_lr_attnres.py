@@ -31,14 +31,24 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .depth_routing import DepthSite, depth_logits, depth_merge, depth_mix, depth_rms_norm
+from .depth_routing import DepthBank, DepthSite, depth_block_ends, depth_logits, depth_merge, depth_mix, depth_rms_norm
 from .depth_routing_triton import depth_merge as triton_depth_merge
+from .depth_routing_triton import depth_merge_norm as triton_depth_merge_norm
 from .depth_routing_triton import depth_mix as triton_depth_mix
 from .depth_routing_triton import triton
 
 
-# How phase 1 and phase 2 of a read are computed: the same results, see `set_depth_backend`.
-DEPTH_BACKENDS = {"torch": (depth_mix, depth_merge), "triton": (triton_depth_mix, triton_depth_merge)}
+# Phase 1 of a read, phase 2, and phase 2 with the norm that follows it: the same results, see `set_depth_backend`.
+DEPTH_BACKENDS = {
+    "torch": (depth_mix, depth_merge, None),
+    "triton": (triton_depth_mix, triton_depth_merge, triton_depth_merge_norm),
+}
+
+
+def default_depth_backend(value: torch.Tensor) -> str:
+    """The kernels on a GPU, except in float64."""
+    is_for_triton = value.device.type == "cuda" and value.dtype != torch.float64 and triton is not None
+    return "triton" if is_for_triton else "torch"
 
 # Where the steps of a `generate` that was asked for them put their depth weights; None in all others.
 generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_weights", default=None)
@@ -69,6 +79,11 @@ class LRAttnResRMSNorm(nn.RMSNorm):
 
     def __init__(self, size: int, config: LRAttnResConfig):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
+
+
+def is_plain_norm(norm: nn.Module | None) -> bool:
+    """Whether a kernel may compute it: nobody has wrapped it or listens to it."""
+    return type(norm) is LRAttnResRMSNorm and not norm._forward_hooks and not norm._forward_pre_hooks
 
 
 class LRAttnResMLP(nn.Module):
@@ -212,6 +227,7 @@ class LRAttnResDepthQueries(nn.Module):
     def __init__(self, config: LRAttnResConfig):
         super().__init__()
         self.query_norm_eps = config.rms_norm_eps if config.depth_query_norm else None
+        self.key_norm_eps = config.rms_norm_eps if config.depth_key_norm else None
         self.logit_scale = config.depth_logit_scale
         shape = (2 * config.num_hidden_layers, config.depth_key_rank)
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
@@ -224,21 +240,25 @@ class LRAttnResDepthQueries(nn.Module):
 
         return super()._apply(keep_precision, recurse)
 
-    def forward(self) -> torch.Tensor:
-        """[2L, R], ready for the dot product with a key."""
-        queries = self.weight
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """Queries [2L, R] in float32 or better and, where keys are normalised, their floor: see `depth_logits`."""
+        queries = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         if self.query_norm_eps is not None:
             queries = depth_rms_norm(queries, self.query_norm_eps)
-        return queries * self.logit_scale
+        if self.key_norm_eps is None:
+            return (queries * self.logit_scale,)
+        rank = queries.shape[1]
+        floor = queries.new_full((), math.sqrt(rank * self.key_norm_eps))
+        return queries * (self.logit_scale * math.sqrt(rank)), floor
 
 
 class LRAttnResDepthRead(nn.Module):
     """What follows sub-layer number `site`: its output is written as a source, then the site reads all its sources.
 
-    The depth state is a flat run of tensors, empty in `standard`: the queries; the value and the logits of each
-    completed source, oldest first; inside a block, the partial sum of the values (in `projected`, and of the keys);
-    inside a group, the mixes of its older sources for the sites to come, then the log-sum-exps of all its mixes. It is
-    flat because checkpointing, FSDP2 and the device hooks look at positional tensors only.
+    The depth state is a flat run of tensors, empty in `standard`: the queries (and the floor of the key norm); the
+    value and the logits of each completed source, oldest first; inside a block, the partial sum of the values (in
+    `projected`, and of the keys); inside a group, the mixes of its older sources for the sites to come, then their
+    log-sum-exps. It is flat because checkpointing, FSDP2 and the device hooks look at positional tensors only.
     """
 
     def __init__(self, config: LRAttnResConfig, site: DepthSite):
@@ -246,14 +266,14 @@ class LRAttnResDepthRead(nn.Module):
         self.residual_type = config.residual_type
         self.hidden_size, self.key_rank = config.hidden_size, config.depth_key_rank
         self.key_norm, self.eps = config.depth_key_norm, config.rms_norm_eps
+        self.num_routing = 2 if config.depth_key_norm else 1  # tensors at the head of the state: queries, floor
         self.norm_emitted_keys = norms_emitted_keys(config)
-        self.backend = "torch"
+        self.backend: str | None = None  # by device
         self.site = site
-        # Logits end with the last site's, log-sum-exps with the last of the group: where they have this site's.
+        # Logits end with the last site's: where they have this site's.
         from_last = site.index - 2 * config.num_hidden_layers - 1
         self.here = slice(from_last, from_last + 1 or None)
         self.here_to_group_end = slice(from_last, from_last + site.group_size or None)
-        self.here_in_group = slice(-site.group_size, 1 - site.group_size or None)
         self.scale = site.count**-config.depth_block_exponent
         self.prior = config.depth_count_prior * math.log(site.count)
 
@@ -261,63 +281,84 @@ class LRAttnResDepthRead(nn.Module):
         self,
         hidden_states: torch.Tensor,
         output: torch.Tensor,
-        *depth_state: torch.Tensor,
+        *depth_state: torch.Tensor | DepthBank,
+        norm: nn.Module | None = None,
         output_depth_weights: bool | None = False,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """-> hidden [B, T, D], depth weights [B, T, S] if asked for, *depth state."""
+    ) -> tuple[torch.Tensor | DepthBank | None, ...]:
+        """-> hidden [B, T, D]; depth weights [B, T, S] if asked for; `norm` of hidden if given; *depth state."""
         if self.residual_type == "standard":
-            return hidden_states + output, None
+            hidden_states = hidden_states + output
+            return hidden_states, None, norm and norm(hidden_states)
 
-        num_kept = 1 + 2 * self.site.num_completed
-        queries, *completed = depth_state[:num_kept]
-        partial, mixes = self.add_to_partial(output, depth_state[num_kept:])
-        source = self.make_source(partial, queries)
+        emitted = self.emit(output)
+        if isinstance(depth_state[0], DepthBank):
+            emitted = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+            hidden_states, weights = depth_state[0].read(self.site, emitted)
+            return hidden_states, weights, norm and norm(hidden_states), depth_state[0]
+
+        num_kept = self.num_routing + 2 * self.site.num_completed
+        routing, completed = depth_state[: self.num_routing], depth_state[self.num_routing : num_kept]
+        partial, mixes = self.add_to_partial(emitted, depth_state[num_kept:])
+        source = self.make_source(partial, *routing)
         if self.site.closes_block:
             completed, partial, source = [*completed, *source], (), ()
-        hidden_states, mixes = self.read(completed, source, mixes, hidden_states.dtype)
+        hidden_states, normed, mixes = self.read(completed, source, mixes, hidden_states.dtype, norm)
         weights = self.depth_weights(completed, source) if output_depth_weights else None
-        return hidden_states, weights, queries, *completed, *partial, *mixes
+        return hidden_states, weights, normed, *routing, *completed, *partial, *mixes
 
     def read(
         self,
-        completed: list[torch.Tensor],
+        completed: tuple[torch.Tensor, ...],
         source: tuple[torch.Tensor, ...],
         mixes: tuple[torch.Tensor, ...],
         dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        norm: nn.Module | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Values and logits of the completed sources and, inside a block, of the partial one; the mixes made by the
-        group so far -> hidden [B, T, D]; the mixes for the rest of the group."""
+        group so far -> hidden [B, T, D]; its norm; the mixes for the rest of the group."""
         values, logits = completed[0::2], completed[1::2]
-        mix_older, merge_younger = DEPTH_BACKENDS[self.backend]
+        mix_older, merge_younger, merge_and_norm = DEPTH_BACKENDS[self.backend or default_depth_backend(values[0])]
         if self.site.opens_group:
-            mixes = mix_older(values, torch.stack([older[..., self.here_to_group_end] for older in logits], dim=-1))
+            here_to_group_end = [older[..., self.here_to_group_end] for older in logits]
+            *mixes, lses = mix_older(values, torch.stack(here_to_group_end, dim=-1))
+            mixes = [*mixes, *lses.split(1, dim=-1)]
         if self.site.num_older == 1:
             mix, lse = values[0], logits[0][..., self.here]
         else:
-            mix, *mixes = mixes
-            lse = mixes[-1][..., self.here_in_group]
+            mix, lse = mixes[0], mixes[self.site.group_size]
+            mixes = [*mixes[1 : self.site.group_size], *mixes[self.site.group_size + 1 :]]
         recent = zip(values[self.site.num_older :], logits[self.site.num_older :])
         younger = [(value, its_logits[..., self.here]) for value, its_logits in recent]
-        hidden = merge_younger(mix, lse, [*younger, source] if source else younger, dtype)
-        return hidden, mixes if self.site.group_size > 1 else ()
+        younger = [*younger, source] if source else younger
+        if merge_and_norm is not None and is_plain_norm(norm):
+            hidden, normed = merge_and_norm(mix, lse, younger, dtype, norm.weight, norm.eps)
+        else:
+            hidden = merge_younger(mix, lse, younger, dtype)
+            normed = norm and norm(hidden)
+        return hidden, normed, mixes
 
     def depth_weights(self, completed: list[torch.Tensor], source: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """[B, T, S], oldest source first."""
         logits = [*(older[..., self.here] for older in completed[1::2]), *source[1:]]
         return torch.cat(logits, dim=-1).softmax(dim=-1)
 
-    def add_to_partial(self, output: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[list, tuple]:
-        """The partial sums, [value] or in `projected` [value, key], with `output` added; what else is in the state."""
-        new = [output]
-        if self.residual_type == "projected":
-            value, key = output.split([self.hidden_size, self.key_rank], dim=-1)
-            key = key.contiguous()  # not a view, which would keep the value alive
-            new = [value, depth_rms_norm(key, self.eps) if self.norm_emitted_keys else key]
-        if self.site.count == 1:
-            return new, state
-        return [old + part for old, part in zip(state, new)], state[len(new) :]
+    def emit(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """What a block sums: [value] or, in `projected`, [value, key]."""
+        if self.residual_type != "projected":
+            return [output]
+        value, key = output.split([self.hidden_size, self.key_rank], dim=-1)
+        key = key.contiguous()  # not a view, which would keep the value alive
+        return [value, depth_rms_norm(key, self.eps) if self.norm_emitted_keys else key]
 
-    def make_source(self, partial: list[torch.Tensor], queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_to_partial(self, emitted: list[torch.Tensor], state: tuple[torch.Tensor, ...]) -> tuple[list, tuple]:
+        """The partial sums with what was emitted now; what else is in the state."""
+        if self.site.count == 1:
+            return emitted, state
+        return [old + new for old, new in zip(state, emitted)], state[len(emitted) :]
+
+    def make_source(
+        self, partial: list[torch.Tensor], queries: torch.Tensor, floor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Value [B, T, D] and logits [B, T, sites]: for this site alone or, at a block's end, for all from here on."""
         value = partial[0] if self.scale == 1 else partial[0] * self.scale
         if self.residual_type == "projected":
@@ -326,7 +367,7 @@ class LRAttnResDepthRead(nn.Module):
             key = value[..., -self.key_rank :]
         first = self.site.index - 1
         readers = queries[first:] if self.site.closes_block else queries[first : first + 1]
-        logits = depth_logits(key, readers, self.key_norm, self.eps)
+        logits = depth_logits(key, readers, floor)
         return value, logits if self.prior == 0 else logits + self.prior
 
 
@@ -362,11 +403,15 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        hidden_states, _, *depth_state = self.attn_read(
-            hidden_states, output, *depth_state, output_depth_weights=output_depth_weights
+        hidden_states, _, normed, *depth_state = self.attn_read(
+            hidden_states,
+            output,
+            *depth_state,
+            norm=self.post_attention_layernorm,
+            output_depth_weights=output_depth_weights,
         )
-        output = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states, _, *depth_state = self.mlp_read(
+        output = self.mlp(normed)
+        hidden_states, _, _, *depth_state = self.mlp_read(
             hidden_states, output, *depth_state, output_depth_weights=output_depth_weights
         )
         return hidden_states, *depth_state
@@ -399,14 +444,21 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
 
     @property
     def depth_backend(self) -> str | None:
-        """What computes the reads; None in `standard`, which has none."""
-        reads = [module for module in self.modules() if isinstance(module, LRAttnResDepthRead)]
-        return reads[0].backend if self.config.residual_type != "standard" else None
+        """What computes the reads where the model is now; None in `standard`, which has none."""
+        if self.config.residual_type == "standard":
+            return None
+        read = next(module for module in self.modules() if isinstance(module, LRAttnResDepthRead))
+        return read.backend or default_depth_backend(self.get_input_embeddings().weight)
 
-    def set_depth_backend(self, backend: str) -> None:
-        """Compute the reads with `"torch"` (the default, for any device) or with the `"triton"` kernels, for GPUs."""
-        if backend not in DEPTH_BACKENDS:
-            raise ValueError(f"The depth backend {backend!r} does not exist; choose one of {list(DEPTH_BACKENDS)}.")
+    def set_depth_backend(self, backend: str | None) -> None:
+        """Compute the reads with `"torch"`, on any device, or with the `"triton"` kernels, on GPUs; None, as at first,
+        takes the kernels wherever they run. Eager steps of generation always read from a `DepthBank`."""
+        if backend is not None and backend not in DEPTH_BACKENDS:
+            raise ValueError(
+                f"The depth backend {backend!r} does not exist; choose one of {list(DEPTH_BACKENDS)}, or None."
+            )
+        if backend is not None and self.config.residual_type == "standard":
+            raise ValueError(f"The depth backend {backend!r} has nothing to read: residual_type is 'standard'.")
         if backend == "triton" and triton is None:
             raise ImportError("The depth backend 'triton' needs triton: install it, or choose 'torch'.")
         for module in self.modules():
@@ -440,17 +492,25 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def start_depth_state(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def start_depth_state(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | DepthBank, ...]:
         """The depth state when nothing but the embedding, source 0, has been written."""
         if self.config.residual_type == "standard":
             return ()
-        queries = self.depth_queries()
+        routing = self.depth_queries()
+        emitted = [embeddings]
         if self.config.residual_type == "projected":
             key = self.depth_embedding_key(embeddings)
-            key = depth_rms_norm(key, self.config.rms_norm_eps) if norms_emitted_keys(self.config) else key
-        else:
-            key = embeddings[..., -self.config.depth_key_rank :]
-        return queries, embeddings, depth_logits(key, queries, self.config.depth_key_norm, self.config.rms_norm_eps)
+            emitted.append(depth_rms_norm(key, self.config.rms_norm_eps) if norms_emitted_keys(self.config) else key)
+        if self.reads_from_bank(embeddings):
+            num_sources = 1 + len(depth_block_ends(2 * self.config.num_hidden_layers, self.config.num_depth_blocks))
+            return (DepthBank(torch.cat(emitted, dim=-1), self.config.hidden_size, num_sources, *routing),)
+        return *routing, embeddings, depth_logits(emitted[-1][..., -self.config.depth_key_rank :], *routing)
+
+    def reads_from_bank(self, embeddings: torch.Tensor) -> bool:
+        """An eager step of generation does; a compiler fuses the general reads better than these."""
+        one_token = embeddings.shape[1] == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        plain_sums = self.config.depth_block_exponent == 0 and self.config.depth_count_prior == 0
+        return one_token and plain_sums and not torch.is_autocast_enabled(embeddings.device.type)
 
     @merge_with_config_defaults
     @capture_outputs

@@ -44,23 +44,27 @@ def train(args: TrainArguments) -> Path:
     """
     args.check()
     accelerator = start_accelerator(args)
-    data, validation = PackedTokens(args.data, "train"), open_validation(args.data)
+    data = PackedTokens(args.data, "train")
+    validation = PackedTokens(args.data, "validation") if "validation" in data.manifest["splits"] else None
     checkpoints = Checkpoints(args.output_dir, accelerator)
     checkpoint = checkpoints.find(args.resume)
     checkpoints.clean()
 
     set_seed(args.seed)
     model, optimizer = prepare(accelerator, build_model(args, data.manifest), args)
+    set_seed(args.seed, device_specific=True)  # the weights are the same in every process, dropout is not
     settings = args.bound() | {"data": data_hash(data.manifest)}
     done = checkpoints.load(checkpoint, settings) if checkpoint else 0
     validation_loss = read_state(checkpoint)["validation_loss"] if checkpoint else None
-    batches = StepBatches(data, args, accelerator, done)
-    accelerator.print(describe(args, model, batches, checkpoint))
+    step_batches = StepBatches(data, args, accelerator, done)
+    batches = iter(step_batches)
+    accelerator.print(describe(args, model, step_batches, checkpoint))
 
     metrics = Metrics(Path(args.output_dir) / "metrics.jsonl", accelerator, done, args.steps, args.batch_tokens)
     with StopSignals() as signals, metrics:
-        for step, micro_batches in zip(range(done + 1, args.steps + 1), batches):
+        for step in range(done + 1, args.steps + 1):
             started = time.perf_counter()
+            micro_batches = next(batches)
             rates = set_learning_rates(optimizer, learning_rate_factor(step, args))
             loss, grad_norm, stop = accumulate_gradients(accelerator, model, micro_batches, args, signals)
             if not math.isfinite(loss + grad_norm):
@@ -115,12 +119,6 @@ def start_accelerator(args: TrainArguments) -> Accelerator:
     return accelerator
 
 
-def open_validation(folder: str) -> PackedTokens | None:
-    """Data prepared without a validation split is trained on without validation."""
-    has_split = "validation" in PackedTokens(folder, "train").manifest["splits"]
-    return PackedTokens(folder, "validation") if has_split else None
-
-
 def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
     """A new model; what the config does not say about the vocabulary and the length is taken from the data."""
     tokenizer = manifest["tokenizer"]
@@ -146,7 +144,7 @@ def prepare(accelerator: Accelerator, model: LRAttnResForCausalLM, args: TrainAr
         model.gradient_checkpointing_enable({"use_reentrant": False})
     use_chunked_loss(model, args.z_loss)
     if accelerator.is_fsdp2:
-        shard_queries_in_float32(accelerator, model)
+        set_up_sharding(accelerator, model)
     optimizer = muon_adamw(
         model,
         lr_muon=args.lr_muon,
@@ -163,11 +161,15 @@ def prepare(accelerator: Accelerator, model: LRAttnResForCausalLM, args: TrainAr
     return model, optimizer
 
 
-def shard_queries_in_float32(accelerator: Accelerator, model: LRAttnResForCausalLM) -> None:
-    """A group of their own before Accelerate makes the others, which compute in the precision of the run."""
+def set_up_sharding(accelerator: Accelerator, model: LRAttnResForCausalLM) -> None:
+    """What is the run's and not the launcher's to decide; and the queries, which stay float32 in computation too, get
+    a group of their own before Accelerate makes the others."""
     from torch.distributed.fsdp import fully_shard
 
-    accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False  # every process has the weights, from the seed
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False  # every process has the weights, from the seed
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")  # of checkpoints; the model is put together at the end
     if model.config.residual_type != "standard":
         mesh = accelerator.torch_device_mesh
         if mesh is not None:

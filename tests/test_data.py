@@ -95,11 +95,12 @@ def test_max_tokens_stops_after_the_document_that_reaches_it(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "dataset"])
-@pytest.mark.parametrize("shards", [1, 3])
-def test_interrupted_and_resumed_is_uninterrupted(kind, shards, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shards", [1, 3, 5])
+@pytest.mark.parametrize("max_tokens", [None, 400])
+def test_interrupted_and_resumed_is_uninterrupted(kind, shards, max_tokens, tmp_path, monkeypatch):
     path, column = source(kind, tmp_path / "source")
     monkeypatch.setattr(data, "BATCH_CHARACTERS", 100)
-    options = {"column": column, "shard_tokens": 4 * LENGTH}
+    options = {"column": column, "shard_tokens": 4 * LENGTH, "max_tokens": max_tokens}
     prepared(path, tmp_path / "whole", **options)
     write, written = data._write_arrow, []
 
@@ -118,8 +119,28 @@ def test_interrupted_and_resumed_is_uninterrupted(kind, shards, tmp_path, monkey
     monkeypatch.setattr(data, "_write_arrow", lambda shard, *rest: (written.append(shard), write(shard, *rest)))
     prepared(path, tmp_path / "parts", **options)
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-    # a shard whose batch was not recorded yet is written again, earlier ones are not
-    assert len(written) <= len(list((tmp_path / "whole").rglob("*.arrow"))) + 1
+    # shards of the batch that was not recorded yet are written again (two at most here), earlier ones are not
+    assert len(written) <= len(list((tmp_path / "whole").rglob("*.arrow"))) + 2
+
+
+@pytest.mark.parametrize("step", ["_check_sizes", "_write_json", "replace"])
+def test_interrupted_at_the_end(step, corpus, tmp_path, monkeypatch):
+    prepared(corpus, tmp_path / "whole", max_tokens=3000)
+    prepared_shards = contents(tmp_path / "whole")
+
+    def interrupted(*arguments):
+        if step != "replace" or arguments[1] == tmp_path / "parts":
+            raise KeyboardInterrupt
+        return replace(*arguments)
+
+    replace, place = os.replace, {"_check_sizes": data._Packer, "_write_json": data, "replace": os}[step]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if step == "_write_json":
+            patch.setattr(data, "_start_or_resume", lambda work, settings: work.mkdir())
+        patch.setattr(place, step, interrupted)
+        prepared(corpus, tmp_path / "parts", max_tokens=3000)
+    prepared(corpus, tmp_path / "parts", max_tokens=3000)
+    assert contents(tmp_path / "parts") == prepared_shards
 
 
 def test_killed_and_resumed_is_uninterrupted(tmp_path, monkeypatch):

@@ -1,10 +1,13 @@
 """The engine: two phases equal the naive read, forward and every gradient, and keep what they promise to keep."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from common import ROUTED, random_tokens, small_model
 
-from lr_attnres.depth_routing import DepthSite, depth_block_ends, depth_merge, depth_mix, naive_depth_read
+from lr_attnres.depth_routing import DepthBank, DepthSite, depth_block_ends, depth_merge, depth_mix, naive_depth_read
+from lr_attnres.modeling_lr_attnres import LRAttnResModel, default_depth_backend
 
 
 def random_sources(count: int, *shape: int, sites: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -99,10 +102,20 @@ def test_grouping_cuts_source_reads():
     assert source_reads(48, 8) < 264 * 0.4
 
 
+def test_backend_is_chosen_by_device():
+    cuda = {"device": torch.device("cuda")}
+    assert default_depth_backend(torch.empty(1)) == "torch"
+    assert default_depth_backend(SimpleNamespace(**cuda, dtype=torch.float64)) == "torch"
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert default_depth_backend(SimpleNamespace(**cuda, dtype=torch.bfloat16)) == "triton"
+
+
 def test_backend_is_visible_and_a_wrong_request_is_an_error():
     model = small_model()
     assert model.depth_backend == model.model.depth_backend == "torch"
     assert small_model("standard").depth_backend is None
+    with pytest.raises(ValueError, match="residual_type is 'standard'"):
+        small_model("standard").set_depth_backend("torch")
     with pytest.raises(ValueError, match="'cuda' does not exist.*'torch', 'triton'"):
         model.set_depth_backend("cuda")
     pytest.importorskip("triton", reason="triton is not installed")
@@ -110,6 +123,51 @@ def test_backend_is_visible_and_a_wrong_request_is_an_error():
     assert model.depth_backend == "triton"
     with pytest.raises(ValueError, match="on the CPU"):
         model(random_tokens(1, 5))
+    model.set_depth_backend(None)
+    assert model.depth_backend == "torch"
+
+
+SWITCHES = {"switches": {"depth_key_norm": False, "depth_query_norm": True, "depth_logit_scale": 0.7}, "defaults": {}}
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+@pytest.mark.parametrize("variant", ROUTED)
+@torch.no_grad()
+def test_one_token_reads_from_the_bank(variant, switches, monkeypatch):
+    model, token = small_model(variant, **SWITCHES[switches]).double(), random_tokens(3, 1)
+    banked = model(token, output_depth_weights=True)
+    monkeypatch.setattr(LRAttnResModel, "reads_from_bank", lambda self, embeddings: False)
+    expected = model(token, output_depth_weights=True)
+    torch.testing.assert_close(banked.logits, expected.logits)
+    for ours, theirs in zip(banked.depth_weights, expected.depth_weights, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@torch.no_grad()
+def test_when_the_bank_is_used():
+    model = small_model()
+    token, tokens = torch.zeros(2, 1, 32), torch.zeros(2, 5, 32)
+    assert isinstance(model.model.start_depth_state(token)[0], DepthBank)
+    assert not model.model.reads_from_bank(tokens)
+    with torch.enable_grad():
+        assert not model.model.reads_from_bank(token)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not model.model.reads_from_bank(token)
+    assert not small_model(depth_block_exponent=0.5).model.reads_from_bank(token)
+    assert not small_model(depth_count_prior=1.0).model.reads_from_bank(token)
+
+
+@torch.no_grad()
+def test_a_bank_moves_as_a_whole():
+    """To another device in the middle of a block, as accelerate's hooks do where layers are spread over devices."""
+    emitted, queries, floor = torch.randn(4, 2, 1, 6), torch.randn(3, 4), torch.tensor(1e-3)
+    bank = DepthBank(emitted[0], 6, 3, queries, floor)
+    assert bank.to("cpu") is bank.to(torch.device("cpu"), non_blocking=True) is bank
+    for output, site in zip(emitted[1:], DepthSite.schedule(3, 2)):
+        moved = bank.to("meta")
+        expected, _ = bank.read(site, output)
+        hidden, _ = moved.read(site, output.to("meta"))
+        assert hidden.is_meta and hidden.shape == expected.shape
 
 
 # What is saved for backward

@@ -94,7 +94,7 @@ def test_finetune_sft(tmp_path):
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_accelerate_configs(path):
     """Accelerate reads them, and they choose what their names say."""
-    config = load_config_from_file(path)  # refuses keys that it does not know
+    config = load_config_from_file(str(path))  # refuses keys that it does not know
     kinds = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}
     assert config.distributed_type == kinds[path.stem.split("_")[0]] and config.mixed_precision == "bf16"
     if path.stem == "fsdp2":

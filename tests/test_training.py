@@ -8,12 +8,13 @@ import processes
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from common import byte_tokenizer
 from processes import LENGTH, arguments, losses
 from safetensors.torch import load_file
 
 from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.checkpoints import CheckpointError, read_state
-from lr_attnres.data import PackedTokens
+from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.evaluation import evaluate_folder
 from lr_attnres.metrics import read_metrics
 from lr_attnres.model_card import read_provenance
@@ -136,9 +137,10 @@ def test_compiled_and_uncompiled(token_data, tmp_path, monkeypatch):
         return real(model, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", compile_without_codegen)
-    expected = run_here(token_data, tmp_path / "eager", steps=2, save_steps=1)
+    small = {"steps": 1, "warmup_steps": 0, "micro_batch_size": 8, "model": {"num_hidden_layers": 1}}
+    expected = run_here(token_data, tmp_path / "eager", **small)
     AcceleratorState._reset_state(reset_partial_state=True)
-    compiled = run_here(token_data, tmp_path / "compiled", steps=2, save_steps=1, compile=True)
+    compiled = run_here(token_data, tmp_path / "compiled", compile=True, **small)
     assert used == ["inductor"]
     torch.testing.assert_close(losses(compiled), losses(expected), atol=1e-5, rtol=1e-5)
     names = [load_file(tmp_path / name / "model/model.safetensors").keys() for name in ("eager", "compiled")]
@@ -197,6 +199,21 @@ def _with_broken(tmp_path: Path, token_data: Path) -> Path:
     content = (checkpoint / "optimizer.bin").read_bytes()
     (checkpoint / "optimizer.bin").write_bytes(content[: len(content) // 2])
     return checkpoint
+
+
+def test_trackers_and_data_without_validation(token_data, tmp_path):
+    """What is written to metrics.jsonl is also what a tracker of Accelerate gets."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    text = token_data.parent / "text.jsonl"
+    options = {"sequence_length": LENGTH, "validation_fraction": 0, "progress_bar": False}
+    prepare(text, tmp_path / "data", tokenizer=byte_tokenizer(), **options)
+    records = run_here(tmp_path / "data", tmp_path / "run", steps=3, trackers=["tensorboard"])
+    assert not any("validation_loss" in record for record in records)
+    events = EventAccumulator(str(tmp_path / "run/lr-attnres")).Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert logged == [(record["step"], pytest.approx(record["loss"])) for record in records]
+    assert len(events.Scalars("depth_entropy/site_4")) == 1
 
 
 def test_batches_that_do_not_fit(token_data, tmp_path):

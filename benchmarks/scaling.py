@@ -1,0 +1,74 @@
+"""Time of a training step against the number of layers, as a table and a plot: linear for blocks; for full sources the
+depth part follows the grouped law, not the square of the layers."""
+
+import json
+from pathlib import Path
+
+import torch
+from common import build, check_against_naive_read, interleave, parser, report
+
+
+WIDTH = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+COLOURS = {"standard": "#000000", "sliced N=8 r=64": "#0072B2", "sliced full r=64": "#D55E00"}
+NAIVE = "sliced full r=64, naive read"
+
+
+def training_step(row: str, layers: int, tokens: int):
+    model = build(row, vocab_size=512, num_hidden_layers=layers, **WIDTH).train()
+    input_ids = torch.randint(0, 512, (1, tokens))
+
+    def step():
+        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def plot(seconds: dict[str, dict[str, float]], depth: dict[str, dict[str, float]] | None, path: Path) -> None:
+    """Whole steps on the left; on the right, if depth_read.py has been run, the depth part alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2 if depth else 1, figsize=(10 if depth else 5.5, 4), layout="constrained")
+    axes = axes if depth else [axes]
+    panels = [(axes[0], seconds, "training step, seconds")]
+    panels += [(axes[1], depth, "depth part alone, forward and backward, ms")] if depth else []
+    for axis, columns, label in panels:
+        layers = [int(title.removeprefix("L=")) for title in columns]
+        for row, colour in (COLOURS | {NAIVE: "#999999"}).items():
+            if all(row in column for column in columns.values()):
+                axis.plot(layers, [column[row] for column in columns.values()], "o-", color=colour, label=row)
+        axis.set(xlabel="layers L", ylabel=label, xticks=layers, xlim=(0, None), ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    arguments = parser(__doc__, repeats=4)
+    arguments.set_defaults(rows=[*COLOURS, NAIVE])
+    arguments.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
+    arguments.add_argument("--tokens", type=int, default=256)
+    arguments.add_argument("--figure", type=Path, help="default: scaling.png in the output folder")
+    args = arguments.parse_args()
+    check_against_naive_read(args.rows)
+    rows = ["standard", *(row for row in args.rows if row != "standard")]
+    columns = {}
+    for layers in args.layers:
+        columns[f"L={layers}"] = interleave(
+            {row: training_step(row, layers, args.tokens) for row in rows}, args.repeats
+        )
+    report("scaling", WIDTH | {"tokens": args.tokens}, columns, "s", args.output)
+    depth = args.output / "depth_read.json"
+    depth_columns = json.loads(depth.read_text())["columns"] if depth.exists() else None
+    path = args.figure or args.output / "scaling.png"
+    plot(columns, depth_columns, path)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
