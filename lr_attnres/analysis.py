@@ -257,7 +257,7 @@ class _Magnitudes:
 def _query_norms(model: nn.Module) -> torch.Tensor:
     if model.config.residual_type == "standard":
         return torch.zeros(0, dtype=torch.float64)
-    return model.model.depth_queries().double().norm(dim=-1).cpu()
+    return model.model.depth_queries.weight.double().norm(dim=-1).cpu()
 
 
 def average_gradient_norm(source: str | os.PathLike) -> float | None:

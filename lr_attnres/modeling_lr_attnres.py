@@ -50,6 +50,7 @@ def default_depth_backend(value: torch.Tensor) -> str:
     is_for_triton = value.device.type == "cuda" and value.dtype != torch.float64 and triton is not None
     return "triton" if is_for_triton else "torch"
 
+
 # Where the steps of a `generate` that was asked for them put their depth weights; None in all others.
 generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_weights", default=None)
 
