@@ -9,9 +9,11 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").r
 TOKENIZER = ["tiktoken>=0.14"]
 SERVE = ["accelerate>=1.15", "fastapi", "openai>=2", "pydantic>=2", "rich", "starlette", "uvicorn"]
 EVAL = ["lm_eval>=0.4.13", "datasets>=5.2"]
+ANALYSIS = ["matplotlib>=3.10", "datasets>=5.2"]
+EXPLORE = ["matplotlib>=3.10", "gradio>=6.31,<7"]
 TRAIN = ["accelerate>=1.15", "datasets>=5.2"]
 FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7", "playwright>=1.60"]
 
 setup(
     name="lr-attnres",
@@ -37,7 +39,19 @@ setup(
         "tokenizer": TOKENIZER,
         "serve": SERVE,
         "eval": EVAL,
-        "dev": [*TEST, *TOKENIZER, *SERVE, *EVAL, *FINETUNE, "ruff>=0.17", "triton>=3.7"],
+        "analysis": ANALYSIS,
+        "explore": EXPLORE,
+        "dev": [
+            *TEST,
+            *TOKENIZER,
+            *SERVE,
+            *EVAL,
+            *ANALYSIS,
+            *EXPLORE,
+            *FINETUNE,
+            "ruff>=0.17",
+            "triton>=3.7",
+        ],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

@@ -2,11 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
-from . import __version__
+from . import LRAttnResConfig, __version__
 from .clean_process import CleanProcessError
 from .hub_errors import HubError, explain_os_error
 
@@ -36,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except OSError as error:
         return _fail(explain_os_error(error))
+    except StrictDataclassError as error:  # a config field; its cause says which, without the frame around it
+        return _fail(str(error.__cause__ or error))
     except (ValueError, ImportError, HubError, CleanProcessError) as error:
         return _fail(str(error))
     return 0
@@ -187,6 +191,92 @@ def _serve(parser: argparse.ArgumentParser) -> Callable:
     return run
 
 
+def _analyze(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("sources", metavar="FOLDER_OR_REPO", nargs="+", help="models to measure side by side")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        help="a folder written by `prepare` (its validation split), .txt or .jsonl files, a dataset, or `sotu`",
+    )
+    parser.add_argument("--output", dest="output_dir", metavar="FOLDER", required=True, help="folder to create")
+    parser.add_argument("--max-tokens", type=int, help="stop there; default: take everything")
+    parser.add_argument("--sequence-length", type=int, help="of rows of text; default: the context, at most 2048")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows (default: %(default)s)")
+    _add_model_arguments(parser)
+
+    def run(**options):
+        with _extra("analysis"):
+            from .analysis import analyze, summary
+
+            print(summary(analyze(**options)))
+        print(options["output_dir"])
+
+    return run
+
+
+def _explore(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("sources", metavar="FOLDER_OR_REPO", nargs="+", help="a model, or two to compare")
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
+    _add_model_arguments(parser)
+
+    def run(**options):
+        with _extra("explore"):
+            from .explore import explore
+
+            explore(**options)
+
+    return run
+
+
+def _cost(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("source", metavar="FOLDER_OR_REPO", nargs="?", help="a saved model, in place of the options")
+    parser.add_argument("--paper", action="store_true", help="all rows of the paper's table, and its worked example")
+    parser.add_argument("--figure", metavar="FILE", help="with --paper: draw losses against costs, as PNG and SVG")
+    parser.add_argument("--residual-type", choices=["standard", "attnres", "projected", "sliced"])
+    parser.add_argument("--num-depth-blocks", type=_blocks, metavar="N", help="an integer, or full")
+    sizes = ("hidden-size", "intermediate-size", "num-hidden-layers", "num-attention-heads", "num-key-value-heads")
+    for name in ("depth-key-rank", *sizes, "head-dim", "vocab-size"):
+        parser.add_argument(f"--{name}", type=int, help="default: as in the paper's model")
+
+    def run(source, paper, figure, **fields):
+        from .cost import cost_report, load_config, paper_report
+
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if bool(source) + paper + bool(fields) > 1:
+            raise ValueError("give one of FOLDER_OR_REPO, --paper and the options of a model.")
+        if figure and not paper:
+            raise ValueError("--figure draws the paper's table: give --paper too.")
+        if figure:
+            with _extra("analysis"):
+                from .plots import draw_paper
+
+                draw_paper(figure)
+        if paper:
+            return print(paper_report())
+        if fields.get("num_depth_blocks") == "full":
+            fields["num_depth_blocks"] = None
+        print(cost_report(load_config(source) if source else LRAttnResConfig(**fields)))
+
+    return run
+
+
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """A package that is not installed becomes the command that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error.name} is not installed: pip install 'lr-attnres[{name}]'") from error
+
+
+def _blocks(value: str) -> int | str:
+    if value != "full" and not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value!r} is neither an integer nor full")
+    return value if value == "full" else int(value)
+
+
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: %(default)s)")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="default: as saved")
@@ -228,6 +318,21 @@ COMMANDS = {
         "Serve a model with an OpenAI-compatible API.",
         "lr-attnres serve outputs/model --port 8000 --continuous-batching --cb-num-blocks 64",
         _serve,
+    ),
+    "analyze": (
+        "Measure over held-out text where each site reads; writes JSON, safetensors and figures.",
+        "lr-attnres analyze outputs/model --data outputs/data --output outputs/analysis --max-tokens 1000000",
+        _analyze,
+    ),
+    "explore": (
+        "Open a local web page: generate text, click a token, see where each site read for it.",
+        "lr-attnres explore outputs/model --port 7860",
+        _explore,
+    ),
+    "cost": (
+        "Print what depth routing costs: multiply-adds, parameters, activations.",
+        "lr-attnres cost --residual-type projected --num-depth-blocks full --depth-key-rank 32",
+        _cost,
     ),
 }
 

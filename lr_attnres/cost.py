@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+from transformers import AutoConfig
+
 from .configuration_lr_attnres import LRAttnResConfig
 from .depth_routing import depth_block_ends
+from .paper import PAPER_TABLE
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,140 @@ def depth_cost(config: LRAttnResConfig) -> DepthCost:
         source_cache_elements=max(sources) * (hidden + rank if projected else hidden),
         retained_sources=max(sources),
     )
+
+
+def attnres_macs(config: LRAttnResConfig) -> int:
+    """What the residual side would cost with whole values as keys and the same blocks: the mark to beat."""
+    return 2 * config.hidden_size * sum(_sources_per_site(2 * config.num_hidden_layers, config.num_depth_blocks))
+
+
+def break_even_rank(config: LRAttnResConfig) -> float:
+    """Projected keys cost less than `attnres` with the same blocks if and only if their rank is below this.
+
+    `(D + R) S + R P < 2 D S` with S source reads and P inputs of key projections, solved for R.
+    """
+    reads = sum(_sources_per_site(2 * config.num_hidden_layers, config.num_depth_blocks))
+    query_width = config.num_attention_heads * config.head_dim
+    inputs = config.num_hidden_layers * (query_width + config.intermediate_size) + config.hidden_size
+    return config.hidden_size * reads / (reads + inputs)
+
+
+def num_parameters(config: LRAttnResConfig) -> int:
+    """All parameters of the causal language model."""
+    cost = depth_cost(config)
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    norms = 0
+    if config.norm_weight:
+        norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
+        norms += 2 * config.num_hidden_layers * config.head_dim if config.qk_norm else 0
+    return embeddings + cost.core_macs + norms + cost.added_parameters
+
+
+def variant_name(config: LRAttnResConfig) -> str:
+    """`sliced N=8 R=64`, `attnres full`, `standard`: how a variant is called in tables and figures."""
+    if config.residual_type == "standard":
+        return "standard"
+    blocks = "full" if is_full(config) else f"N={config.num_depth_blocks}"
+    rank = "" if config.residual_type == "attnres" else f" R={config.depth_key_rank}"
+    return f"{config.residual_type} {blocks}{rank}"
+
+
+def is_full(config: LRAttnResConfig) -> bool:
+    """Every sub-layer is a source of its own."""
+    return config.num_depth_blocks is None or config.num_depth_blocks >= 2 * config.num_hidden_layers
+
+
+def load_config(source: str) -> LRAttnResConfig:
+    """The config of a saved folder or Hub repository."""
+    config = AutoConfig.from_pretrained(source)
+    if config.model_type != LRAttnResConfig.model_type:
+        raise ValueError(
+            f"{source} holds a {config.model_type} model; its cost can be told of lr_attnres models only."
+        )
+    return config
+
+
+def cost_report(config: LRAttnResConfig) -> str:
+    """The cost of one config, for people."""
+    cost = depth_cost(config)
+    lines = [
+        f"{variant_name(config)}: {config.num_hidden_layers} layers, hidden size {config.hidden_size:,}, "
+        f"intermediate size {config.intermediate_size:,}. Per token:",
+        f"  multiply-adds of the core      {cost.core_macs:>15,}",
+        f"  source reads                   {cost.source_reads:>15,}",
+        f"  multiply-adds of the reads     {cost.kernel_macs:>15,}",
+        f"  multiply-adds of the keys      {cost.key_projection_macs:>15,}",
+        f"  added multiply-adds            {cost.total_macs:>15,}  {cost.added_flops_percent:.4f} % of the core",
+        f"  source cache, elements         {cost.source_cache_elements:>15,}  in {cost.retained_sources} sources",
+        f"  added parameters               {cost.added_parameters:>15,}  of {num_parameters(config):,}",
+    ]
+    if config.residual_type != "standard":
+        mark, bound = attnres_macs(config), break_even_rank(config)
+        net = cost.total_macs - mark
+        lines.insert(6, f"  net change against attnres     {net:>+15,}  {100 * net / mark:+.2f} %")
+        lines.append(f"Projected keys with these blocks cost less than attnres at ranks below {bound:.2f}.")
+    return "\n".join(lines)
+
+
+def paper_report() -> str:
+    """The paper's table, costs computed and results as published, and its worked example."""
+    head = ("variant", "reads", "read macs", "key macs", "added %", "vs attnres", "parameters", "added", "cache")
+    rows = [(*head, "loss*", "grad norm*")]
+    for row in PAPER_TABLE:
+        config, cost = row.config, depth_cost(row.config)
+        net = "" if row.residual_type == "standard" else f"{cost.total_macs - attnres_macs(config):+,}"
+        counts = (cost.source_reads, cost.kernel_macs, cost.key_projection_macs)
+        rows.append(
+            (
+                variant_name(config),
+                *(f"{count:,}" for count in counts),
+                f"{cost.added_flops_percent:.4f}",
+                net,
+                *(f"{count:,}" for count in (num_parameters(config), cost.added_parameters)),
+                f"{cost.source_cache_elements:,}",
+                f"{row.validation_loss:.4f}",
+                "" if row.gradient_norm is None else f"{row.gradient_norm:.4f}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
+        for row in rows
+    ]
+    size = PAPER_TABLE[0].config
+    return "\n".join(
+        [
+            f"{size.num_hidden_layers} layers, hidden size {size.hidden_size:,}, intermediate size "
+            f"{size.intermediate_size:,}: a core of {depth_cost(size).core_macs:,} multiply-adds (macs) per token.",
+            "",
+            *table,
+            "",
+            "* as published: validation loss, and gradient norm averaged over the training.",
+            "",
+            *_worked_example(),
+        ]
+    )
+
+
+def _worked_example() -> list[str]:
+    """The full source set at rank 32."""
+    configs = {
+        kind: LRAttnResConfig(residual_type=kind, num_depth_blocks=None, depth_key_rank=32)
+        for kind in ("attnres", "projected", "sliced")
+    }
+    attnres, projected, sliced = map(depth_cost, configs.values())
+    saving = 100 * (1 - projected.kernel_macs / attnres.kernel_macs)
+    cache = [100 * (cost.source_cache_elements / attnres.source_cache_elements - 1) for cost in (projected, sliced)]
+    bound = break_even_rank(configs["projected"])
+    return [
+        "Worked example, full source set, R=32:",
+        f"  multiply-adds of the reads     {-saving:.2f} % against attnres",
+        f"  key projections (projected)    {projected.key_projection_macs:,} multiply-adds",
+        f"  source cache                   {cache[0]:+.3f} % (projected), {cache[1]:+.0f} % (sliced)",
+        f"  added parameters               {projected.added_parameters:,} (projected), "
+        f"{sliced.added_parameters:,} (sliced)",
+        f"  break-even                     projected keys cost less than attnres at ranks below {bound:.2f}",
+    ]
 
 
 def _sources_per_site(num_sites: int, num_blocks: int | None) -> list[int]:

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources 
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import ModelOutput, TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -38,6 +39,9 @@ from .depth_routing_triton import triton
 
 # How phase 1 and phase 2 of a read are computed: the same results, see `set_depth_backend`.
 DEPTH_BACKENDS = {"torch": (depth_mix, depth_merge), "triton": (triton_depth_mix, triton_depth_merge)}
+
+# Where the steps of a `generate` that was asked for them put their depth weights; None in all others.
+generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_weights", default=None)
 
 
 @dataclass
@@ -533,8 +537,15 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        output_depth_weights: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LRAttnResCausalLMOutputWithPast:
+        r"""
+        output_depth_weights (`bool`, *optional*):
+            Whether to return the depth weights of every site. `generate` takes it too.
+        """
+        if output_depth_weights is not None:  # else the config decides
+            kwargs["output_depth_weights"] = output_depth_weights
         outputs: LRAttnResModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -560,6 +571,32 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             depth_weights=outputs.depth_weights,
         )
+
+    def generate(self, inputs=None, generation_config=None, *args, **kwargs) -> ModelOutput | torch.LongTensor:
+        """As in Transformers. With `output_depth_weights=True, return_dict_in_generate=True` the output also has
+        `depth_weights`: for each step one tuple over the sites of `[batch, tokens, sources]`, where the first step
+        has the tokens of the prompt and each other one the tokens that it went on from."""
+        steps = [] if kwargs.get("output_depth_weights") else None
+        returns_dict = (generation_config or self.generation_config).return_dict_in_generate
+        if steps is not None and not kwargs.get("return_dict_in_generate", returns_dict):
+            raise ValueError("`output_depth_weights=True` in `generate` needs `return_dict_in_generate=True`.")
+        token = generated_depth_weights.set(steps)
+        try:
+            outputs = super().generate(inputs, generation_config, *args, **kwargs)
+        finally:
+            generated_depth_weights.reset(token)
+        if steps is not None:
+            outputs["depth_weights"] = tuple(steps)
+        return outputs
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        steps = generated_depth_weights.get()
+        if steps is not None:
+            # Assisted decoding, which alone says how many tokens are new, also reads candidates that it then rejects.
+            num_rejected = outputs.logits.shape[1] - kwargs["num_new_tokens"] if "num_new_tokens" in kwargs else 0
+            # A copy, since compiled decoding writes the next step's outputs into the same memory.
+            steps.append(tuple(weights[:, : -num_rejected or None].clone() for weights in outputs.depth_weights))
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
 
 # The library's generic heads find their base model through AutoModel, which remote code may not do: each `__init__`

@@ -4,7 +4,7 @@ import sys
 from typing import TextIO
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
 
 
 class _Streamer(TextStreamer):
@@ -39,11 +39,7 @@ def generate_text(
     if temperature < 0:
         raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or above.")
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
-    model = AutoModelForCausalLM.from_pretrained(source, revision=revision, token=token, dtype=dtype)
-    try:
-        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device)
-    except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device
-        raise ValueError(f"--device {device}: {error}") from error
+    model = load_language_model(source, device, dtype, revision=revision, token=token)
     sampling = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
@@ -55,3 +51,13 @@ def generate_text(
             **inputs, max_new_tokens=max_new_tokens, streamer=_Streamer(tokenizer, output or sys.stdout), **sampling
         )
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
+def load_language_model(source: str, device: str = "auto", dtype: str = "auto", **options) -> PreTrainedModel:
+    """The model of a folder or Hub repository, on `device`: an accelerator if there is one, or the one named."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    try:
+        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device)
+    except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device
+        raise ValueError(f"--device {device}: {error}") from error
+    return model

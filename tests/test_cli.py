@@ -1,6 +1,7 @@
 """The command line parses and calls: its errors are one line, its examples parse, and `--help` shows them."""
 
 import shlex
+import sys
 
 import pytest
 
@@ -32,6 +33,22 @@ def test_help_shows_an_example_that_parses(name, capsys, monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, name, (summary, example, parse_only))
     assert cli.main(shlex.split(example)[1:]) == 0
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "command, package, extra",
+    [
+        ("analyze model --data sotu --output out", "matplotlib", "analysis"),
+        ("cost --paper --figure out.png", "matplotlib", "analysis"),
+        ("explore model", "gradio", "explore"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(command, package, extra, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    for module in ("plots", "explore"):
+        monkeypatch.delitem(sys.modules, f"lr_attnres.{module}", raising=False)
+    assert cli.main(command.split()) == 1
+    assert capsys.readouterr().err == f"Error: {package} is not installed: pip install 'lr-attnres[{extra}]'\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["train-faster"], ["push", "owner/name"]], ids=str)

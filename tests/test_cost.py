@@ -1,10 +1,13 @@
 """The published figures come out exactly, and the counts are those of a real model."""
 
 import pytest
-from common import ROUTED, random_tokens, small_config, small_model
+import torch
+from common import ROUTED, VARIANTS, random_tokens, small_config, small_model
+from torch.utils.flop_counter import FlopCounterMode
 
-from lr_attnres import LRAttnResConfig
-from lr_attnres.cost import depth_cost
+from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM, cli
+from lr_attnres.cost import attnres_macs, break_even_rank, depth_cost, num_parameters
+from lr_attnres.paper import PAPER_TABLE
 
 
 # residual type, blocks, rank, added FLOPs in percent as published
@@ -74,3 +77,99 @@ def test_counts_are_those_of_the_model(variant, blocks):
     plain = small_model("standard", head_dim=6, norm_weight=model.config.norm_weight)
     assert cost.added_parameters == model.num_parameters() - plain.num_parameters()
     assert cost.core_macs == sum(p.numel() for n, p in plain.model.layers.named_parameters() if "norm" not in n)
+
+
+@pytest.mark.parametrize("row", PAPER_TABLE, ids=str)
+def test_parameters_at_the_paper_size_are_those_of_the_model(row):
+    with torch.device("meta"):
+        model = LRAttnResForCausalLM(row.config)
+    assert num_parameters(row.config) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fields", [{}, {"head_dim": 6, "tie_word_embeddings": True}, {"qk_norm": False}], ids=str)
+def test_parameters_are_those_of_the_model(variant, fields):
+    config = small_config(variant, **fields)
+    assert num_parameters(config) == LRAttnResForCausalLM(config).num_parameters()
+
+
+def count_macs(run) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("row", [PAPER_TABLE[i] for i in (1, 9, 13)], ids=lambda row: row.residual_type)
+def test_multiply_adds_are_those_that_torch_counts(row):
+    """On the meta device, at the paper's size. Logits and projections are matrix products, which torch counts in the
+    model; the weighted sums are element-wise there, so they are counted as products of the model's own weights."""
+    tokens, cost = 5, depth_cost(row.config)
+    plain = LRAttnResConfig(residual_type="standard")
+    with torch.device("meta"), torch.no_grad():
+        routed, standard = LRAttnResForCausalLM(row.config), LRAttnResForCausalLM(plain)
+        input_ids = torch.zeros(1, tokens, dtype=torch.long)
+        added = count_macs(lambda: routed(input_ids)) - count_macs(lambda: standard(input_ids))
+        weights = routed(input_ids, output_depth_weights=True).depth_weights
+        values = [torch.empty(1, tokens, site.shape[-1], plain.hidden_size) for site in weights]
+        sums = count_macs(lambda: [site.unsqueeze(-2) @ value for site, value in zip(weights, values)])
+        projections = count_macs(lambda: standard.model(input_ids))
+        projections -= plain.num_hidden_layers * 2 * tokens * tokens * plain.hidden_size  # attention over tokens
+    assert projections == tokens * cost.core_macs
+    assert added == tokens * (cost.key_projection_macs + row.config.depth_key_rank * cost.source_reads)
+    assert added + sums == tokens * cost.total_macs
+
+
+@pytest.mark.parametrize("blocks", [None, 4, 8, 16])
+def test_break_even_rank_is_where_projected_keys_stop_saving(blocks):
+    config = paper_config("projected", blocks, 1)
+    mark, bound = attnres_macs(config), break_even_rank(config)
+    assert mark == depth_cost(paper_config("attnres", blocks, 1024)).total_macs
+    assert depth_cost(paper_config("projected", blocks, int(bound))).total_macs < mark
+    assert depth_cost(paper_config("projected", blocks, int(bound) + 1)).total_macs > mark
+
+
+def test_command_prints_every_published_figure(capsys):
+    assert cli.main(["cost", "--paper"]) == 0
+    out = capsys.readouterr().out
+    lines = {line[:19].strip(): line.split() for line in out.splitlines()}
+    for kind, blocks, rank, percent in PUBLISHED:
+        size = "" if kind == "standard" else " full" if blocks is None else f" N={blocks}"
+        name = kind + size + (f" R={rank}" if kind in ("projected", "sliced") else "")
+        assert f"{percent:.4f}" in lines[name]
+    losses = "3.0009 2.9752 2.9797 2.9778 2.9673 2.9606 2.9538 2.9501 2.9488 2.9477 2.9543 2.9762 2.9682 2.9638 2.9630"
+    norms = "0.9775 1.0030 0.8166 0.7737 0.7624 0.7930 0.7911 0.8123 0.8577 0.8757 0.9084"
+    counts = "308,281,344 513,648,640 513,697,792 516,632,064 1,224 168 264 456"
+    example = [
+        "48.44 %",
+        "2,981,888 multiply-adds",
+        "+3.125 % (projected), +0 % (sliced)",
+        "2,983,424 (projected), 1,536",
+    ]
+    figures = [*f"{losses} 2.9626 2.9617 2.9533 2.9480 2.9494 {norms} {counts}".split(), *example]
+    assert [figure for figure in figures if figure not in out] == []
+
+
+def test_command_for_one_model(tmp_path, capsys):
+    assert cli.main(["cost"]) == 0
+    assert "sliced N=8 R=64" in (out := capsys.readouterr().out) and "0.0932 % of the core" in out
+    options = ["--residual-type", "projected", "--num-depth-blocks", "full", "--depth-key-rank", "32"]
+    assert cli.main(["cost", *options]) == 0
+    assert "1.3865 % of the core" in (out := capsys.readouterr().out) and "ranks below 13.28" in out
+    small_config("projected_block").save_pretrained(tmp_path)
+    assert cli.main(["cost", str(tmp_path)]) == 0
+    assert f"{depth_cost(small_config('projected_block')).total_macs:,} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--paper", "--hidden-size", "64"], "give one of FOLDER_OR_REPO, --paper and the options of a model."),
+        (["--figure", "paper.png"], "--figure draws the paper's table: give --paper too."),
+        (["--hidden-size", "100"], "`hidden_size` is 100, not a multiple of `num_attention_heads` = 16"),
+        (["--depth-key-rank", "0"], "`depth_key_rank` is 0; it must lie in 1..hidden_size = 1024."),
+    ],
+    ids=str,
+)
+def test_command_refuses(arguments, message, capsys):
+    assert cli.main(["cost", *arguments]) == 1
+    assert f"Error: {message}" in capsys.readouterr().err

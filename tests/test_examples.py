@@ -1,4 +1,4 @@
-"""Every example runs on its own and says what is true; every Python snippet of the README runs."""
+"""Every example runs on its own and says what is true; every Python snippet of the README and of docs/ runs."""
 
 import json
 import os
@@ -40,7 +40,8 @@ def test_quickstart(tmp_path):
 
 
 def test_readme_snippets_run_in_order(tmp_path):
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    pages = "".join(path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))))
+    snippets = re.findall(r"```python\n(.*?)```", pages, flags=re.DOTALL)
     runnable = [snippet for snippet in snippets if "openai" not in snippet]  # test_serving.py talks to a server
     assert len(runnable) >= 2
     (tmp_path / "snippets.py").write_text("\n".join(runnable))

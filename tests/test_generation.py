@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import VARIANTS, random_tokens, small_model
+from common import ROUTED, VARIANTS, random_tokens, small_model
 from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
 
@@ -132,3 +132,47 @@ def test_continuous_batching_equals_greedy(variant, implementation):
     generated = [output.generated_tokens for output in outputs.values()]
     expected = [model.generate(torch.tensor([p]), **GREEDY)[0, len(p) :].tolist() for p in prompts]
     assert generated == expected
+
+
+# Depth weights of a generation
+
+
+def generated_weights(model, input_ids, **options):
+    """The tokens, and the depth weights of all of them but the last, which nothing reads: [B, T, S] per site."""
+    outputs = model.generate(input_ids, **GREEDY, output_depth_weights=True, return_dict_in_generate=True, **options)
+    return outputs.sequences, [torch.cat(site, dim=1) for site in zip(*outputs.depth_weights)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ROUTED)
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}], ids=str)
+def test_generated_depth_weights_are_those_of_one_forward(variant, options):
+    torch.compiler.reset()
+    model, input_ids = small_model(variant), random_tokens(1, 4).repeat(1, 2)
+    tokens, weights = generated_weights(model, input_ids, **options)
+    assert torch.equal(tokens, model.generate(input_ids, **GREEDY))
+    expected = model(tokens[:, :-1], output_depth_weights=True).depth_weights
+    assert len(weights) == len(expected) == 8
+    for ours, theirs in zip(weights, expected):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_generated_depth_weights_come_step_by_step():
+    model, input_ids = small_model(), random_tokens(2, 5)
+    options = GREEDY | {"output_depth_weights": True}
+    outputs = model.generate(input_ids, **options, return_dict_in_generate=True)
+    assert [step[0].shape[:2] for step in outputs.depth_weights] == [(2, 5)] + [(2, 1)] * 11
+    assert "depth_weights" not in model.generate(input_ids, **GREEDY, return_dict_in_generate=True)
+    beams = model.generate(input_ids, **options, return_dict_in_generate=True, num_beams=3)
+    assert beams.depth_weights[0][0].shape[:2] == (6, 5)
+    with pytest.raises(ValueError, match="needs `return_dict_in_generate=True`"):
+        model.generate(input_ids, **options)
+
+
+@torch.no_grad()
+def test_an_assistant_keeps_its_depth_weights_to_itself():
+    model, assistant, input_ids = small_model(), small_model("sliced_full", num_hidden_layers=2), random_tokens(1, 5)
+    tokens, weights = generated_weights(model, input_ids, assistant_model=assistant)
+    assert [site.shape for site in weights] == [
+        site.shape for site in model(tokens[:, :-1], output_depth_weights=True).depth_weights
+    ]

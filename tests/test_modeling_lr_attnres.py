@@ -1,9 +1,12 @@
 """The laws of the model, for every variant, with all parameters (queries too) away from their initial values."""
 
+from collections import Counter
+
 import pytest
 import torch
 from common import ROUTED, SIZES, VARIANTS, perturb, random_tokens, small_config, small_model
 from oracle import oracle_forward
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from lr_attnres import (
@@ -232,6 +235,54 @@ def test_outputs_have_fixed_arity_and_do_not_change_the_logits(variant):
     assert [w.shape[-1] for w in outputs.depth_weights] == sources
     for weights in outputs.depth_weights:
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 7))
+
+
+class OperatorCounter(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **kwargs or {})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_depth_weights_cost_nothing_when_off(variant):
+    """Not asked for, they run no operator, before or after a forward that was; asked for, a softmax per site."""
+    model, input_ids = small_model(variant), random_tokens(2, 7)
+    runs = []
+    for asked in (False, True, False):
+        with OperatorCounter() as counter:
+            model(input_ids, output_depth_weights=asked)
+        runs.append(counter.counts)
+    assert runs[0] == runs[2]
+    added = runs[1] - runs[0]
+    num_sites = 0 if variant == "standard" else 8
+    assert added["aten._softmax.default"] == num_sites and not runs[0] - runs[1]
+    assert not any("mm" in name for name in added)
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
+@pytest.mark.parametrize("variant", ROUTED)
+def test_depth_weights_while_training(variant, checkpointing):
+    """The same weights, once per site, and the same gradients as a step that does not ask for them."""
+    model, input_ids = small_model(variant).train(), random_tokens(2, 11)
+    expected_weights = model(input_ids, output_depth_weights=True).depth_weights
+    expected = loss_gradients(model, input_ids)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    model.zero_grad()
+    outputs = model(input_ids, labels=input_ids, use_cache=False, output_depth_weights=True)
+    outputs.loss.backward()
+    assert len(outputs.depth_weights) == len(expected_weights) == 8
+    for ours, theirs in zip(outputs.depth_weights, expected_weights):
+        torch.testing.assert_close(ours, theirs, **FLOAT32)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], **FLOAT32, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_logits_to_keep():

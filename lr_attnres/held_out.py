@@ -1,0 +1,104 @@
+"""Held-out tokens to measure a model on: the validation rows of a prepared folder, or text tokenized on the way."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .configuration_lr_attnres import LRAttnResConfig
+from .data import PackedTokens
+from .documents import open_documents
+
+
+PIECE_CHARACTERS = 100_000
+
+
+def open_rows(
+    data: str | list[str], source: str, config: LRAttnResConfig, sequence_length: int | None = None
+) -> Iterable[dict[str, torch.Tensor]]:
+    """The rows of a prepared folder, or of text tokenized for the model of `source`."""
+    data = [data] if isinstance(data, str) else data
+    if len(data) == 1 and (Path(data[0]) / "manifest.json").is_file():
+        packed = PackedTokens(data[0], "validation")
+        vocab_size = packed.manifest["tokenizer"]["vocab_size"]
+        if vocab_size > config.vocab_size:
+            raise ValueError(f"{data[0]} has {vocab_size} different tokens, {source} knows {config.vocab_size}.")
+        if sequence_length is not None:
+            raise ValueError(f"--sequence-length is for text; {data[0]} has rows of {packed.sequence_length} tokens.")
+        return (packed[i] for i in range(len(packed)))
+    length = min(config.max_position_embeddings, 2048) if sequence_length is None else sequence_length
+    if length < 2:
+        raise ValueError(f"--sequence-length is {length}; it must be at least 2.")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    return text_rows(open_documents(data), tokenizer, length)
+
+
+def text_rows(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Documents packed end to end into rows as `prepare` packs them; the last row may be shorter."""
+    tokens, positions = [], []
+    for text in documents:
+        position = 0
+        for piece in [*_pieces(text), None]:
+            new = [tokenizer.eos_token_id] if piece is None else _encode(tokenizer, piece)
+            new = [token for token in new if token is not None]
+            tokens += new
+            positions += range(position, position + len(new))
+            position += len(new)
+            while len(tokens) >= length:
+                yield _row(tokens[:length], positions[:length])
+                tokens, positions = tokens[length:], positions[length:]
+    if len(tokens) > 1:
+        yield _row(tokens, positions)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long document in pieces that end with a line, so that its tokens are never in memory all at once."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
+def _row(tokens: list[int], positions: list[int]) -> dict[str, torch.Tensor]:
+    input_ids, position_ids = torch.tensor(tokens), torch.tensor(positions)
+    # A row starts afresh, also inside a document.
+    restart = (position_ids == 0).nonzero()
+    first = restart[0].item() if len(restart) else len(tokens)
+    position_ids[:first] = torch.arange(first)
+    return {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "labels": input_ids.masked_fill(position_ids == 0, -100),
+    }
+
+
+def make_batches(rows: Iterable[dict], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Stack rows of the same length."""
+    batch = []
+    for row in rows:
+        if batch and (len(batch) == batch_size or len(row["input_ids"]) != len(batch[0]["input_ids"])):
+            yield torch.utils.data.default_collate(batch)
+            batch = []
+        batch.append(row)
+    if batch:
+        yield torch.utils.data.default_collate(batch)
+
+
+def take_tokens(batches: Iterable[dict], max_tokens: int | None) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole rows of at most `max_tokens` together, but one row at least."""
+    left = float("inf") if max_tokens is None else max_tokens
+    for batch in batches:
+        length = batch["input_ids"].shape[1]
+        rows = int(min(len(batch["input_ids"]), max(left // length, 1)))
+        yield {key: value[:rows] for key, value in batch.items()}
+        left -= rows * length
+        if left < length:
+            return
