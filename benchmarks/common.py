@@ -8,7 +8,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -93,9 +93,9 @@ def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
     return best
 
 
-def parser(description: str, repeats: int) -> argparse.ArgumentParser:
+def parser(description: str, repeats: int, rows: Iterable[str] = tuple(ROWS)) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
-    result.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
+    result.add_argument("--rows", nargs="+", default=list(rows), choices=list(rows), metavar="ROW")
     result.add_argument("--repeats", type=int, default=repeats)
     result.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
     return result
@@ -110,12 +110,19 @@ def machine() -> dict[str, object]:
     }
 
 
-def report(name: str, settings: dict, columns: dict[str, dict[str, float]], unit: str, output: Path) -> None:
-    """columns: title -> row -> measurement. Prints each with its ratio to `standard`, and writes all of it as JSON."""
+def report(
+    name: str,
+    settings: dict,
+    columns: dict[str, dict[str, float]],
+    unit: str,
+    output: Path,
+    baseline: str = "standard",
+) -> None:
+    """columns: title -> row -> measurement. Prints each with its ratio to `baseline`, and writes all of it as JSON."""
     print(f"\n{name}: {settings}\n{machine()}")
     print(f"{'':32s}" + "".join(f"{title + ', ' + unit:>22s}{'ratio':>8s}" for title in columns))
     for row in next(iter(columns.values())):
-        cells = (f"{column[row]:22.4f}{column[row] / column['standard']:8.3f}" for column in columns.values())
+        cells = (f"{column[row]:22.4f}{column[row] / column[baseline]:8.3f}" for column in columns.values())
         print(f"{row:32s}" + "".join(cells), flush=True)
     output.mkdir(parents=True, exist_ok=True)
     content = {"benchmark": name, "settings": settings, "machine": machine(), "unit": unit, "columns": columns}

@@ -7,16 +7,10 @@ Each step runs in a process of its own; its peak is the kernel's count of reside
 
 import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
-import torch
-import transformers
+from processes import machine, measure
 
 
 WRITE = """
@@ -55,18 +49,6 @@ with torch.no_grad():
 IMPORT = "import torch, transformers, lr_attnres.conversion"
 
 
-def measure(script: str, *arguments: str) -> dict[str, float]:
-    """Seconds and peak resident GB of a process of its own."""
-    start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status != 0:
-        raise SystemExit(f"a step failed with status {status}")
-    seconds = time.perf_counter() - start
-    cpu = usage.ru_utime + usage.ru_stime
-    return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak_gb": round(usage.ru_maxrss / 1e6, 2)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
@@ -76,9 +58,7 @@ def main() -> None:
         source, folder = Path(work) / "final_model.pt", Path(work) / "model"
         measure(WRITE, str(source), str(options.layers))
         report = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            **machine(),
             "layers": options.layers,
             "dtype": options.dtype or "as in the file",
             "file_gb": round(source.stat().st_size / 1e9, 2),

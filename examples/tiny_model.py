@@ -13,18 +13,23 @@ from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
 from lr_attnres.tokenizer import CHAT_TEMPLATE
 
 
-def save_tiny_model(folder: str) -> None:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and one that ends a text."""
     vocabulary = {letter: index for index, letter in enumerate([*bytes_to_unicode().values(), "<|end|>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
-    PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=CHAT_TEMPLATE
-    ).save_pretrained(folder)
+    )
 
+
+def save_tiny_model(folder: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
     config = LRAttnResConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=160,
         num_hidden_layers=4,
@@ -32,8 +37,8 @@ def save_tiny_model(folder: str) -> None:
         max_position_embeddings=256,
         num_depth_blocks=4,
         depth_key_rank=16,
-        eos_token_id=vocabulary["<|end|>"],
-        pad_token_id=vocabulary["<|end|>"],
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     LRAttnResForCausalLM(config).save_pretrained(folder)
 

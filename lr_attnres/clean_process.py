@@ -14,8 +14,8 @@ class CleanProcessError(RuntimeError):
     """The folder does not load, or does not run, where the package is absent."""
 
 
-def load_in_clean_process(folder: str | os.PathLike) -> dict[str, Any]:
-    """What a fresh process found in the folder.
+def load_in_clean_process(folder: str | os.PathLike, dtype: str = "auto") -> dict[str, Any]:
+    """What a fresh process found in the folder, loaded in `dtype` (as saved by default).
 
     missing_weights, unexpected_weights, bad_weights (NaN or infinite): lists of names; output: the logits (or hidden
     states) of `probe_tokens`; tokens: the same tokens and, for a causal model, one more; tokenizer_size: the largest
@@ -26,7 +26,7 @@ def load_in_clean_process(folder: str | os.PathLike) -> dict[str, Any]:
         environment |= {"HF_HOME": scratch, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         result_file = Path(scratch) / "result.pt"
         # -P: the folder of this file, full of modules with short names, stays off the import path.
-        command = [sys.executable, "-P", __file__, str(Path(folder).resolve()), str(result_file)]
+        command = [sys.executable, "-P", __file__, str(Path(folder).resolve()), dtype, str(result_file)]
         process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if process.returncode != 0:
             lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
@@ -47,14 +47,14 @@ class _PackageBlocker:
 
 
 @torch.no_grad()
-def _probe(folder: str, result_file: str) -> None:
+def _probe(folder: str, dtype: str, result_file: str) -> None:
     sys.meta_path.insert(0, _PackageBlocker())
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     entry_points = {entry.split(".")[-1]: name for name, entry in config.auto_map.items()}
     auto_class = getattr(transformers, entry_points[config.architectures[0]])
-    model, loading = auto_class.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    model, loading = auto_class.from_pretrained(folder, dtype=dtype, trust_remote_code=True, output_loading_info=True)
     tokens = probe_tokens(config.vocab_size)[:, : config.max_position_embeddings - 1]
     output = model(tokens)[0]
     if model.can_generate():

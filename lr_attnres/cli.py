@@ -105,6 +105,38 @@ def _convert(parser: argparse.ArgumentParser) -> Callable:
     return run
 
 
+def _upgrade(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("source", metavar="SOURCE", help="a folder or a Hub repository with a Llama, Mistral or Qwen3")
+    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder to create")
+    _add_depth_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the key projections of projected (default: 0)")
+    parser.add_argument("--base-model", help="what the card calls SOURCE, if that is a folder: owner/name")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
+    parser.add_argument("--max-shard-size", default="2GB", help="at most so much is in memory (default: %(default)s)")
+    parser.add_argument("--verify", action="store_true", help="load the result in a fresh process, compare logits")
+
+    def run(source, output_dir, **options):
+        from .upgrade import upgrade_model
+
+        print(upgrade_model(source, output_dir, **options))
+
+    return run
+
+
+def _add_depth_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = ["sliced", "projected", "attnres", "standard"]
+    parser.add_argument("--residual-type", choices=kinds, default="sliced", help="default: %(default)s")
+    parser.add_argument(
+        "--num-depth-blocks",
+        type=lambda text: None if text == "full" else int(text),
+        default=8,
+        metavar="N",
+        help="blocks of sub-layers, or `full` (default: %(default)s)",
+    )
+    parser.add_argument("--depth-key-rank", type=int, default=64, help="default: %(default)s")
+
+
 def _push(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("repo_id", metavar="REPO_ID", help="owner/name; created if it does not exist")
     parser.add_argument("folder", metavar="FOLDER", help="a folder written by `save_pretrained` or `convert`")
@@ -303,6 +335,11 @@ COMMANDS = {
         "Convert a released training checkpoint into a folder for from_pretrained and push.",
         "lr-attnres convert Jonnester/LR-AttnRes-LR-n8-r32 outputs/model --dtype bfloat16 --verify",
         _convert,
+    ),
+    "upgrade": (
+        "Make an LR-AttnRes model with the same logits of a pretrained Llama, Mistral or Qwen3.",
+        "lr-attnres upgrade Qwen/Qwen3-0.6B outputs/upgraded --residual-type sliced --num-depth-blocks 8 --verify",
+        _upgrade,
     ),
     "push": (
         "Check a saved folder and send it to the Hub in one commit.",

@@ -47,6 +47,10 @@ class LRAttnResConfig(PreTrainedConfig):
             A block of `count` sub-layers has the value `sum / count ** depth_block_exponent`.
         depth_count_prior (`float`, defaults to 0.0):
             `depth_count_prior * log(count)` is added to the logit of a block of `count` sub-layers.
+        depth_scaled_eps (`bool`, defaults to `False`):
+            The norm after a read of `n` sources takes `rms_norm_eps / n**2`. The read is then normalised as the sum of
+            its sources would be, `eps` included, so that zero queries give the logits of `standard` for any `eps`.
+            Upgraded models have it on: their `eps` is larger than the default here, and their embeddings are small.
         qk_norm (`bool`, defaults to `True`):
             RMS-normalise the queries and keys of token attention, per head, before RoPE.
         norm_weight (`bool`, defaults to `False`):
@@ -114,6 +118,7 @@ class LRAttnResConfig(PreTrainedConfig):
     depth_logit_scale: float | int = 1.0
     depth_block_exponent: float | int = 0.0
     depth_count_prior: float | int = 0.0
+    depth_scaled_eps: bool = False
     qk_norm: bool = True
     norm_weight: bool = False
 

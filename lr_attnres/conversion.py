@@ -8,24 +8,19 @@ import math
 import os
 import pickle
 import re
-import shutil
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from .clean_process import CleanProcessError, load_in_clean_process, probe_tokens
+from .clean_process import probe_tokens
 from .configuration_lr_attnres import LRAttnResConfig
-from .hub_errors import explain_os_error
 from .model_card import model_card, write_provenance
+from .model_folder import check_absent, compare_logits, staged_folder
 from .modeling_lr_attnres import LRAttnResForCausalLM
 from .released_source import ConversionError, find_released_file
 from .tokenizer import CL100K_VOCAB_SIZE, END_OF_TEXT, SPECIAL_TOKENS, TokenizerError, cl100k_tokenizer
@@ -329,8 +324,7 @@ def convert_released_checkpoint(
         verify: load the result in a fresh process and compare its logits with those of the source.
     """
     output_dir = Path(output_dir)
-    if os.path.lexists(output_dir):
-        raise ConversionError(f"{output_dir} exists already; choose a folder that does not.")
+    check_absent(output_dir)
     path = find_released_file(source, filename, revision, token)
     config, state_dict, rest = read_released_file(path)
     config.dtype = dtype or state_dict["model.embed_tokens.weight"].dtype
@@ -340,27 +334,10 @@ def convert_released_checkpoint(
         _write_model(staging, config, state_dict, max_shard_size)
         _write_card(staging, config, output_dir.name, _describe_source(source, path), rest)
         if verify:
-            _compare_logits(staging, expected)
+            # Same weights, dtype and kernels: only the split of the work over threads may differ.
+            half = config.dtype in (torch.float16, torch.bfloat16)
+            compare_logits(staging, expected, tolerance=2e-2 if half else 2e-5)
     return output_dir
-
-
-@contextmanager
-def staged_folder(output_dir: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `output_dir` if all goes well and vanishes if not."""
-    try:
-        output_dir.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))
-    except OSError as error:
-        raise ConversionError(f"{output_dir} cannot be written: {explain_os_error(error)}") from error
-    try:
-        yield staging
-        staging.chmod(0o755)
-        staging.rename(output_dir)
-    except (OSError, SafetensorError) as error:
-        reason = explain_os_error(error) if isinstance(error, OSError) else error
-        raise ConversionError(f"{output_dir} cannot be written: {reason}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_model(folder: Path, config: LRAttnResConfig, state_dict: dict[str, torch.Tensor], shard_size: str) -> None:
@@ -416,15 +393,3 @@ def _write_card(folder: Path, config: LRAttnResConfig, name: str, source: str, r
 def _probe_logits(config: LRAttnResConfig, state_dict: dict[str, torch.Tensor]) -> torch.Tensor:
     model = LRAttnResForCausalLM.from_pretrained(None, config=config, state_dict=dict(state_dict), dtype=config.dtype)
     return model(probe_tokens(config.vocab_size)[:, : config.max_position_embeddings - 1]).logits
-
-
-def _compare_logits(folder: Path, expected: torch.Tensor) -> None:
-    """Same weights, dtype and kernels: only the split of the work over threads may differ between the processes."""
-    try:
-        logits = load_in_clean_process(folder)["output"]
-    except CleanProcessError as error:
-        raise ConversionError(f"The result cannot be verified: {error}") from error
-    difference = (logits - expected).abs().max().item() / expected.abs().max().item()
-    tolerance = 2e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 2e-5
-    if not difference <= tolerance:  # NaN is not
-        raise ConversionError(f"The result's logits differ from the source's by {difference:.1e} of the largest.")

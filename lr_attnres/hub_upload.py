@@ -4,6 +4,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -61,6 +62,12 @@ def code_files() -> list[Path]:
     """The modeling file and every sibling it imports."""
     main = Path(modeling_lr_attnres.__file__)
     return [main, *map(Path, get_relative_import_files(main))]
+
+
+def copy_code(folder: Path) -> None:
+    """What `save_pretrained` does beside writing weights: the folder carries its code."""
+    for path in code_files():
+        shutil.copyfile(path, folder / path.name)
 
 
 def check_folder(folder: Path) -> LRAttnResConfig:

@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .configuration_lr_attnres import LRAttnResConfig
 from .cost import depth_cost
+from .released_source import REPO_ID
 
 
 PROVENANCE_FILE = "provenance.json"
@@ -18,6 +19,7 @@ PROVENANCE_FIELDS = {
     "source": str,  # the file or repository it was made from
     "step": int,
     "tokens": int,
+    "base_model": str,  # the pretrained model that was upgraded
     "license": str,
     "language": list,  # of codes such as "en"
     "datasets": list,  # of Hub names
@@ -97,7 +99,9 @@ def model_card(
         )
         for result in provenance.get("evaluation", [])
     ]
+    base_model = provenance.get("base_model", "")
     metadata = ModelCardData(
+        base_model=base_model if REPO_ID.fullmatch(base_model) else None,  # the Hub refuses other names
         language=provenance.get("language"),
         license=provenance.get("license"),
         library_name="transformers",
@@ -158,6 +162,8 @@ def _origin_section(provenance: dict[str, Any]) -> str:
     rows = {}
     if "source" in provenance:
         rows["converted from"] = provenance["source"]
+    if "base_model" in provenance:
+        rows["upgraded from"] = provenance["base_model"]
     if "step" in provenance:
         rows["training step"] = f"{provenance['step']:,}"
     if "tokens" in provenance:

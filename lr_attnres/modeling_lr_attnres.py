@@ -436,6 +436,10 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             [LRAttnResDecoderLayer(config, layer_idx, sites) for layer_idx in range(config.num_hidden_layers)]
         )
         self.norm = LRAttnResRMSNorm(config.hidden_size, config)
+        if config.depth_scaled_eps and config.residual_type != "standard":
+            norms = [norm for layer in self.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+            for site, norm in zip(sites, [*norms[1:], self.norm]):  # the first norm follows site 0, no read
+                norm.eps = config.rms_norm_eps / (site.num_completed + 1) ** 2
         self.rotary_emb = LRAttnResRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()

@@ -15,19 +15,20 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 WORKER = """
 import contextlib, hashlib, io, json, os, pathlib, sys
-from lr_attnres import clean_process, conversion, hub_upload
+from lr_attnres import clean_process, hub_upload, model_folder
 from lr_attnres.cli import main
 
 found, load = {}, clean_process.load_in_clean_process
 
-def load_once(folder):
+def load_once(folder, dtype="auto"):
     contents = [(path.name, path.read_bytes()) for path in sorted(pathlib.Path(folder).glob("*.*"))]
-    key = hashlib.sha256(repr([item for item in contents if item[0] != "README.md"]).encode()).hexdigest()
+    contents = [dtype, *(item for item in contents if item[0] != "README.md")]
+    key = hashlib.sha256(repr(contents).encode()).hexdigest()
     if key not in found:
-        found[key] = load(folder)
+        found[key] = load(folder, dtype)
     return found[key]
 
-conversion.load_in_clean_process = hub_upload.load_in_clean_process = load_once
+model_folder.load_in_clean_process = hub_upload.load_in_clean_process = load_once
 for line in sys.stdin:
     request, out, err = json.loads(line), io.StringIO(), io.StringIO()
     os.environ.pop("HF_TOKEN", None)

@@ -17,7 +17,13 @@ VARIANTS = {
     "projected_block": {"residual_type": "projected", "num_depth_blocks": 3},
     "sliced_full": {"residual_type": "sliced", "num_depth_blocks": None},
     "sliced_block": {"residual_type": "sliced", "num_depth_blocks": 3},
-    "sliced_block_weighted_norms": {"residual_type": "sliced", "num_depth_blocks": 3, "norm_weight": True},
+    "sliced_block_weighted_norms": {  # what an upgraded model has
+        "residual_type": "sliced",
+        "num_depth_blocks": 3,
+        "norm_weight": True,
+        "depth_scaled_eps": True,
+        "rms_norm_eps": 1e-3,
+    },
 }
 ROUTED = [name for name in VARIANTS if name != "standard"]
 SIZES = {

@@ -99,11 +99,11 @@ def oracle_forward(config, p, input_ids):
     values, keys, all_weights = [embedding], [None], []
     if config.residual_type == "projected":
         keys = [embedding @ p["model.depth_embedding_key.weight"].T]
-    hidden = embedding
+    hidden, read_eps = embedding, eps
     for site in range(1, 2 * config.num_hidden_layers + 1):
         layer, is_feed_forward = divmod(site - 1, 2)
         norm = "post_attention_layernorm" if is_feed_forward else "input_layernorm"
-        x = rms_norm(hidden, eps, p.get(f"model.layers.{layer}.{norm}.weight"))
+        x = rms_norm(hidden, read_eps, p.get(f"model.layers.{layer}.{norm}.weight"))
         output = feed_forward(x, p, layer) if is_feed_forward else attention(x, p, layer, config)
         values.append(output[..., :hidden_size])
         keys.append(output[..., hidden_size:])
@@ -112,5 +112,6 @@ def oracle_forward(config, p, input_ids):
         else:
             hidden, weights = read(site, values, keys, p, config)
             all_weights.append(weights)
-    logits = rms_norm(hidden, eps, p.get("model.norm.weight")) @ p["lm_head.weight"].T
+            read_eps = eps / weights.shape[-1] ** 2 if config.depth_scaled_eps else eps
+    logits = rms_norm(hidden, read_eps, p.get("model.norm.weight")) @ p["lm_head.weight"].T
     return logits, all_weights

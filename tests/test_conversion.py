@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lr_attnres import LRAttnResForCausalLM, cli, conversion
 from lr_attnres.conversion import ConversionError, convert_released_checkpoint, load_released_model
+from lr_attnres.model_folder import FolderError
 from lr_attnres.tokenizer import CL100K_VOCAB_SIZE
 
 
@@ -241,7 +242,7 @@ def test_file_of_an_old_pytorch(tmp_path):
 
 def test_existing_output_is_left_alone(tmp_path):
     (tmp_path / "output").mkdir()
-    with pytest.raises(ConversionError, match="exists already"):
+    with pytest.raises(FolderError, match="exists already"):
         convert_released_checkpoint(REFERENCES / "baseline.pt", tmp_path / "output")
     assert list((tmp_path / "output").iterdir()) == []
 
@@ -325,7 +326,7 @@ def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch):
         write(folder, config, state_dict, shard_size)
 
     monkeypatch.setattr(conversion, "_write_model", write_wrongly)
-    with pytest.raises(ConversionError, match="logits differ from the source's by .* of the largest"):
+    with pytest.raises(FolderError, match="logits differ from the source's by .* of the largest"):
         convert_released_checkpoint(source, tmp_path / "output", verify=True)
     assert list(tmp_path.iterdir()) == []
 

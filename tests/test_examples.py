@@ -56,6 +56,16 @@ def test_tiny_model(tmp_path):
     assert model.config.vocab_size == BYTE_VOCAB_SIZE
 
 
+def test_upgrade_and_finetune():
+    """The upgrade changes nothing; then, whatever is trained, routing leaves uniform and the loss falls."""
+    output = run_example("upgrade_and_finetune.py", "--pretrain-steps", 40, "--steps", 8)
+    change, *runs = [line for line in output.splitlines() if "changed" in line or "->" in line]
+    assert float(change.split()[-1]) < 1e-4
+    numbers = [[float(number) for number in re.findall(r"\d+\.\d+", line)] for line in runs]
+    assert len(numbers) == 6 and {row[2] for row in numbers} == {3.5}  # all sources of all sites, alike
+    assert all(loss > new_loss and sources - new_sources > 0.002 for loss, new_loss, sources, new_sources in numbers)
+
+
 def test_publish_model():
     output = run_example("publish_model.py")
     assert "model.safetensors" in output and "to owner/name (main)" in output

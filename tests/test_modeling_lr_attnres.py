@@ -152,7 +152,8 @@ def test_sliced_adds_only_queries():
 @pytest.mark.parametrize("variant", ROUTED)
 def test_zero_queries_are_the_ordinary_transformer(variant):
     model = small_model(variant)
-    standard = small_model("standard", norm_weight=model.config.norm_weight)
+    config = model.config
+    standard = small_model("standard", norm_weight=config.norm_weight, rms_norm_eps=config.rms_norm_eps)
     with torch.no_grad():
         model.model.depth_queries.weight.zero_()
     # `projected` has the rows of the keys below those of the value.

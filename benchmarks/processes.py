@@ -1,0 +1,30 @@
+"""What the memory benchmarks share: time and peak memory of a step in a process of its own, and the machine."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import torch
+import transformers
+
+
+def measure(script: str, *arguments: str) -> dict[str, float]:
+    """Seconds and peak resident GB (the kernel's count, mapped file pages included) of a process of its own."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        raise SystemExit(f"a step failed with status {status}")
+    seconds = time.perf_counter() - start
+    cpu = usage.ru_utime + usage.ru_stime
+    return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak_gb": round(usage.ru_maxrss / 1e6, 2)}
+
+
+def machine() -> dict[str, str]:
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

@@ -1,0 +1,64 @@
+"""A whole training step of Transformers' Llama and Qwen3, and of the same weights as `standard` and as routed models.
+
+`standard` is to take at most 1.03 of the time of the class that it came from. The logits are compared before the clock
+starts.
+"""
+
+import torch
+from common import PAPER_WIDTH, interleave, parser, report
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lr_attnres.upgrade import load_upgraded
+
+
+SOURCES = {"Llama": (LlamaConfig, LlamaForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+UPGRADES = {
+    "standard": {"residual_type": "standard"},
+    "sliced N=8 r=64": {"residual_type": "sliced", "num_depth_blocks": 8, "depth_key_rank": 64},
+    "projected N=8 r=32": {"residual_type": "projected", "num_depth_blocks": 8, "depth_key_rank": 32},
+}
+
+
+def training_step(model: torch.nn.Module, input_ids: torch.Tensor, compiled: bool):
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4, fused=True)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+
+    def step():
+        forward(input_ids, labels=input_ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def steps_of(name: str, rows: list[str], layers: int, tokens: int, compiled: bool) -> dict:
+    torch.manual_seed(0)
+    config_class, model_class = SOURCES[name]
+    sizes = PAPER_WIDTH | {"vocab_size": 8192, "num_hidden_layers": layers, "num_key_value_heads": 4, "head_dim": 64}
+    source, input_ids = model_class(config_class(**sizes)), torch.randint(0, 8192, (1, tokens))
+    models = {"Transformers": source} | {row: load_upgraded(source, **UPGRADES[row]) for row in rows}
+    with torch.no_grad():
+        expected = source(input_ids).logits
+        for row in rows:
+            torch.testing.assert_close(models[row](input_ids).logits, expected, atol=1e-4, rtol=0)
+    return {row: training_step(model, input_ids, compiled) for row, model in models.items()}
+
+
+def main() -> None:
+    arguments = parser(__doc__, repeats=9, rows=list(UPGRADES))
+    arguments.add_argument("--layers", type=int, default=8)
+    arguments.add_argument("--tokens", type=int, default=512)
+    arguments.add_argument("--sources", nargs="+", choices=list(SOURCES), default=list(SOURCES))
+    arguments.add_argument("--compiled", action="store_true")
+    args = arguments.parse_args()
+    columns = {}
+    for name in args.sources:
+        steps = steps_of(name, args.rows, args.layers, args.tokens, args.compiled)
+        columns[name] = interleave(steps, args.repeats)
+        torch.compiler.reset()
+    settings = {"layers": args.layers, "tokens": args.tokens, "compiled": args.compiled}
+    report("upgrade_speed", settings, columns, "s", args.output, baseline="Transformers")
+
+
+if __name__ == "__main__":
+    main()
