@@ -1,13 +1,16 @@
 """The miniature: its sweep is what it says, runs end to end and resumes; the page is what the results say."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import processes
 import pytest
+import torch
 import yaml
 
+from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.evaluation import evaluate_folder
 from lr_attnres.metrics import read_metrics
 from lr_attnres.training_arguments import PAPER_VARIANTS
@@ -17,12 +20,15 @@ ROOT = Path(__file__).parents[1]
 MINIATURE = ROOT / "examples/miniature"
 sys.path.insert(0, str(MINIATURE))
 
+import export  # noqa: E402
+import report  # noqa: E402
 import run  # noqa: E402
 import sweep as sweeps  # noqa: E402
+import timing  # noqa: E402
 from measure import as_analysis  # noqa: E402
 
 
-CONTINUED = ("continued-standard", "continued-projected-n2-r4")
+CONTINUED = ("continued-standard", "continued-projected-n8-r4")
 KEY_ROWS = ("standard", "attnres-n8", "projected-n8-r4", "sliced-n8-r8")
 
 
@@ -78,10 +84,10 @@ def micro(tmp_path_factory) -> Path:
         "tokens": 1024,
         "data": {"sequence_length": 32, "train_tokenizer": 280, "validation_fraction": 0.1},
         "recipe": recipe,
-        "rows": {"standard": "standard", "sliced-n2-r4": "sliced-n8-r64"},
-        "continued": {"continued-standard": "standard", "continued-projected-n2-r4": "projected-n2-r4"},
-        "order": [{"seeds": [0], "rows": ["standard", "sliced-n2-r4"]}]
-        + [{"seeds": [0], "rows": ["continued-standard", "continued-projected-n2-r4"]}],
+        "rows": {"standard": "standard", "sliced-n8-r8": "sliced-n8-r64"},
+        "continued": {"continued-standard": "standard", "continued-projected-n8-r4": "projected-n8-r4"},
+        "order": [{"seeds": [0], "rows": ["standard", "sliced-n8-r8"]}]
+        + [{"seeds": [0], "rows": ["continued-standard", "continued-projected-n8-r4"]}],
     }
     (folder / "sweep.yaml").write_text(yaml.safe_dump(micro))
     return folder
@@ -102,9 +108,9 @@ def micro_results(micro) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "call", call)
         options = (work, results, [str(micro / "text.jsonl")])
-        chosen = sweep.runs(["standard", "sliced-n2-r4"])
+        chosen = sweep.runs(["standard", "sliced-n8-r8"])
         failed = run.run_sweep(sweep, chosen, *options)
-        assert failed == ["sliced-n2-r4-seed0: training ended with code -9, see above."]
+        assert failed == ["sliced-n8-r8-seed0: training ended with code -9, see above."]
         assert [path.name for path in results.iterdir()] == ["standard-seed0.json"]
         with pytest.raises(SystemExit, match="143"):
             run.run_sweep(sweep, chosen, *options)
@@ -112,7 +118,7 @@ def micro_results(micro) -> Path:
         assert run.run_sweep(sweep, sweep.runs(), *options) == []
         assert run.run_sweep(sweep, sweep.runs(), *options) == []  # nothing is left to do
         assert (results / "standard-seed0.json").stat().st_mtime_ns == before
-    assert calls == ["standard-seed0"] + 3 * ["sliced-n2-r4-seed0"] + [f"{row}-seed0" for row in CONTINUED]
+    assert calls == ["standard-seed0"] + 3 * ["sliced-n8-r8-seed0"] + [f"{row}-seed0" for row in CONTINUED]
     return results
 
 
@@ -136,7 +142,7 @@ def test_a_micro_sweep(micro, micro_results):
     ends = read_metrics(micro / "work/runs/standard-seed0/metrics.jsonl")[-1]["loss"]
     starts = [read_metrics(micro / f"work/runs/{row}-seed0/metrics.jsonl")[0]["loss"] for row in CONTINUED]
     assert starts[0] == pytest.approx(starts[1], abs=1e-5) and abs(starts[0] - ends) < 0.5
-    assert results["sliced-n2-r4-seed0"]["curve"]["tokens"][-1] == 1024
+    assert results["sliced-n8-r8-seed0"]["curve"]["tokens"][-1] == 1024
 
 
 def test_results_of_another_recipe_are_refused(micro, micro_results):
@@ -148,3 +154,80 @@ def test_results_of_another_recipe_are_refused(micro, micro_results):
     missing = sweep.run("continued-standard", 5)
     with pytest.raises(ValueError, match="train standard-seed5 first"):
         run.train_row(sweep, missing, micro / "work/data", micro / "work")
+
+
+def test_the_page_is_what_the_results_say():
+    """`python examples/miniature/report.py` would change nothing."""
+    results = report.Results(sweeps.load_sweep(), sweeps.RESULTS)
+    text = report.PAGE.read_text()
+    assert text.split(report.BEGIN)[1].split(report.END)[0].strip() == report.render(results)
+    for name in report.figures(results):
+        assert (report.PAGE.parent / report.FIGURES / f"{name}.png").exists()
+
+
+def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch):
+    """What is missing is named, what is there is drawn; a second time gives the same page."""
+    folder = tmp_path / "results"
+    shutil.copytree(micro_results, folder)
+    (folder / "continued-standard-seed0.json").unlink()
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{report.BEGIN}\nstale\n{report.END}\n\nafter\n")
+    options = ["--results", folder, "--sweep", micro / "sweep.yaml", "--page", page]
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, options)])
+    report.main()
+    assert capsys.readouterr().out == f"{page}: 3 results\n"
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+    assert "3 of 4 runs of the sweep are here. Missing, and said nothing about: `continued-standard-seed0`." in text
+    assert "| `continued-standard` | not run | - | - | - |" in text
+    loss = json.loads((folder / "sliced-n8-r8-seed0.json").read_text())["validation_loss"]
+    assert "| `sliced-n8-r8` | 1 | " in text and f" {loss:.4f} | " in text and "| 2.9480 | -0.0529 |" in text
+    assert "one seed |" in text and "nothing here can be told from chance" in text
+    drawn = {path.stem for path in (tmp_path / "miniature").iterdir()}
+    assert drawn == {"loss_against_flops", "gradient_norms", "effective_sources", "depth_weights"}
+    report.main()
+    assert page.read_text() == text
+
+    empty = report.render(report.Results(sweeps.load_sweep(), tmp_path / "nowhere"))
+    assert "0 of 37 runs" in empty and "![" not in empty and "reproduced" not in empty
+
+
+def test_intervals_and_verdicts(micro_results, tmp_path):
+    """Three seeds 0.1, 0.2 and 0.3 below the baseline: 4.303 * 0.1 / sqrt(3) about -0.2; one seed: their noise."""
+    result = json.loads((micro_results / "sliced-n8-r8-seed0.json").read_text())
+    losses = {"standard": [3.0, 3.1, 3.2], "sliced-n8-r8": [2.9, 2.9, 2.9], "attnres-n8": [2.9, 3.0, 3.1001]}
+    losses |= {"projected-n8-r4": [2.0], "sliced-full-r8": [2.95]}
+    for row, values in losses.items():
+        for seed, loss in enumerate(values):
+            content = result | {"row": row, "seed": seed, "validation_loss": loss}
+            (tmp_path / f"{row}-seed{seed}.json").write_text(json.dumps(content))
+    results = report.Results(sweeps.load_sweep(), tmp_path)
+    texts = {row: report.difference_text(results, row, "standard") for row in losses}
+    assert texts["sliced-n8-r8"] == "-0.2000 ± 0.2484"
+    assert results.noise() == (pytest.approx(0.5**0.5 * 0.1, rel=1e-3), 4)
+    assert texts["projected-n8-r4"] == "-1.0000 ± 0.1963"
+    verdicts = {row: report.verdict(results, row, "standard", "validation_loss") for row in losses}
+    assert verdicts["attnres-n8"] == verdicts["projected-n8-r4"] == "reproduced"
+    assert verdicts["sliced-n8-r8"] == verdicts["sliced-full-r8"] == "not resolved"
+    assert report.verdict(results, "standard", "attnres-n8", "validation_loss") == "not reproduced"
+    assert report.verdict(results, "attnres-full", "standard", "validation_loss") == "not run"
+
+
+def test_the_best_models_are_exported(micro, micro_results, tmp_path):
+    sweep = sweeps.load_sweep(micro / "sweep.yaml")
+    best = export.best_runs(report.Results(sweep, micro_results))
+    assert {kind: result["row"] for kind, result in best.items()} == {"standard": "standard", "sliced": "sliced-n8-r8"}
+    folder = export.export(sweep, best["sliced"], micro / "work", tmp_path)
+    trained = LRAttnResForCausalLM.from_pretrained(micro / "work/runs/sliced-n8-r8-seed0/model").state_dict()
+    exported = LRAttnResForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(trained[name], exported[name]) for name in trained)
+    assert {"modeling_lr_attnres.py", "tokenizer.json", "README.md"} <= {path.name for path in folder.iterdir()}
+    assert f"{best['sliced']['validation_loss']:.4f}"[:5] in (folder / "README.md").read_text()
+    with pytest.raises(ValueError, match="exists already"):
+        export.export(sweep, best["sliced"], micro / "work", tmp_path)
+
+
+def test_timing(micro):
+    sweep = sweeps.load_sweep(micro / "sweep.yaml")
+    ratios = timing.measure_ratios(sweep, ["sliced-n8-r8"], repeats=1)
+    assert ratios["standard"] == 1 and ratios["sliced-n8-r8"] > 0
