@@ -1,8 +1,12 @@
 """The miniature: its sweep is what it says, runs end to end and resumes; the page is what the results say."""
 
 import json
+import os
 import shutil
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import processes
@@ -154,6 +158,24 @@ def test_results_of_another_recipe_are_refused(micro, micro_results):
     missing = sweep.run("continued-standard", 5)
     with pytest.raises(ValueError, match="train standard-seed5 first"):
         run.train_row(sweep, missing, micro / "work/data", micro / "work")
+
+
+def test_a_stop_is_passed_on(tmp_path):
+    """Told to stop, the sweep tells the training, and waits for it."""
+    child = (
+        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+        f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(60)"
+    )
+
+    def stop() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=stop).start()
+    assert run.call([sys.executable, "-c", child]) == 143
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_page_is_what_the_results_say():

@@ -20,6 +20,7 @@ from sweep import RESULTS, SWEEP, Run, Sweep, load_sweep, run_folder, start_fold
 
 from lr_attnres.data import prepare
 from lr_attnres.model_card import read_provenance
+from lr_attnres.training_arguments import variant_fields
 from lr_attnres.upgrade import upgrade_model
 
 
@@ -81,8 +82,6 @@ def prepare_start(run: Run, work: Path) -> None:
     if not baseline.exists():
         raise ValueError(f"{baseline} does not exist: train {run.baseline.name} first.")
     if not start.exists():
-        from lr_attnres.training_arguments import variant_fields
-
         upgrade_model(baseline, start, **variant_fields(run.variant), seed=run.seed)
 
 
