@@ -247,7 +247,6 @@ def gradient_norms(results: Results) -> Any:
         style = {"color": plots.COLOURS[row.split("-")[0]], "linestyle": "--" if row in KEY.values() else "-"}
         axes.plot(first["curve"]["tokens"], first["curve"]["grad_norm"], label=first["name"], **style)
     axes.set(title="Gradient norm before clipping", xlabel="tokens", ylabel="mean over a part of the run")
-    axes.set_yscale("log")
     axes.legend()
     return figure
 
