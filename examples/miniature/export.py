@@ -9,6 +9,7 @@ from sweep import RESULTS, SWEEP, Sweep, load_sweep, run_folder
 from transformers import AutoTokenizer
 
 from lr_attnres import LRAttnResForCausalLM
+from lr_attnres.clean_process import CleanProcessError
 from lr_attnres.hub_upload import check_folder
 from lr_attnres.model_card import model_card, read_provenance, write_provenance
 from lr_attnres.model_folder import staged_folder
@@ -58,7 +59,7 @@ def main() -> None:
             raise ValueError(f"{options.results} has no results: run `run.py` first.")
         for result in best.values():
             print(export(sweep, result, options.work, options.output), flush=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CleanProcessError) as error:
         sys.exit(f"Error: {error}")
 
 
