@@ -120,7 +120,7 @@ def start_accelerator(args: TrainArguments) -> Accelerator:
 
 
 def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
-    """A new model; what the config does not say about the vocabulary and the length is taken from the data."""
+    """A new model, or the one in `init_from`; what `model` does not say about vocabulary and length, the data does."""
     tokenizer = manifest["tokenizer"]
     from_data = {
         "vocab_size": tokenizer["vocab_size"],
@@ -131,10 +131,26 @@ def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
     fields = from_data | args.model_fields()
     check_fits(fields["vocab_size"], fields["max_position_embeddings"], manifest)
     try:
-        model = LRAttnResForCausalLM(LRAttnResConfig(**fields))
+        config = LRAttnResConfig(**fields)
     except StrictDataclassError as error:
         raise ValueError(f"`model` or `variant`: {error.__cause__ or error}") from error
+    model = LRAttnResForCausalLM(config) if args.init_from is None else load_model(args, [*fields], config)
     model.set_attn_implementation(args.attn_implementation)
+    return model
+
+
+def load_model(args: TrainArguments, names: list[str], config: LRAttnResConfig) -> LRAttnResForCausalLM:
+    """The model in the folder `init_from`, in float32; it must agree with `config` in the fields `names`."""
+    try:
+        model = LRAttnResForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`init_from` is {args.init_from}: {str(error).splitlines()[0]}") from error
+    for name in names:
+        there, here = getattr(model.config, name), getattr(config, name)
+        if there != here:
+            raise ValueError(
+                f"`init_from` is {args.init_from}, whose `{name}` is {there}; `variant`, `model` and data want {here}."
+            )
     return model
 
 

@@ -92,6 +92,15 @@ def train(arguments: dict, stop: tuple[str, int] | None = None) -> None:
     training.train(TrainArguments(**arguments))
 
 
+def command(arguments: list[str], stop: tuple[str, int] | None = None) -> None:
+    """A command line of `lr-attnres`, with its exit code."""
+    from lr_attnres import cli
+
+    if stop is not None:
+        MOMENTS[stop[0]](stop[1])
+    sys.exit(cli.main(arguments))
+
+
 def strike(owner, name: str, occurrence: int, blow) -> None:
     """Replace `owner.name` by a function that deals the blow before its nth call."""
     original, calls = getattr(owner, name), []

@@ -118,6 +118,25 @@ def test_accumulation_does_not_matter(token_data, tmp_path):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
+def test_a_run_from_a_model_folder(token_data, tmp_path):
+    """It goes on with the weights of the folder, which must be what the arguments say."""
+    first = train(TrainArguments(**arguments(token_data, tmp_path / "first", steps=4)))
+    options = {"init_from": str(first), "steps": 1, "warmup_steps": 0, "lr_muon": 0, "lr_adamw": 0, "lr_queries": 0}
+    second = train(TrainArguments(**arguments(token_data, tmp_path / "second", seed=1, **options)))
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert read_provenance(second)["recipe"]["init_from"] == str(first)
+    for change, message in {
+        "variant": ("sliced-n2-r4", "whose `depth_key_rank` is 8; .* want 4"),
+        "model": ({"qk_norm": False}, "whose `qk_norm` is True; .* want False"),
+        "init_from": (str(tmp_path), f"`init_from` is {tmp_path}: "),
+    }.items():
+        values = arguments(token_data, tmp_path / "third", **(options | {change: message[0]}))
+        with pytest.raises(ValueError, match=message[1]):
+            train(TrainArguments(**values))
+    assert not (tmp_path / "third").exists()
+
+
 def test_rows_in_one_row_are_the_same(token_data):
     """What flash attention gets: the documents are told apart by their positions alone."""
     rows = PackedTokens(token_data)

@@ -1,0 +1,102 @@
+"""What is kept of a trained row: its loss, gradient norms, cost and depth statistics, as JSON; and back again."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from sweep import Run, Sweep
+from torch.utils.data import default_collate
+
+from lr_attnres import LRAttnResForCausalLM
+from lr_attnres.analysis import DepthAnalysis, analyze_model
+from lr_attnres.cost import num_parameters
+from lr_attnres.data import PackedTokens
+from lr_attnres.metrics import read_metrics
+from lr_attnres.model_card import read_provenance
+from lr_attnres.training import data_hash
+
+
+DIGITS = 5
+CURVE_POINTS = 40
+DEPTH = ("effective_sources", "depth_weights", "shares", "query_norms", "output_magnitude")
+
+
+def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str, Any]:
+    """The result of a finished run. The validation loss is over all held-out tokens."""
+    records = read_metrics(model_folder.parent / "metrics.jsonl")
+    validation = PackedTokens(data, "validation")
+    model = LRAttnResForCausalLM.from_pretrained(model_folder).eval()
+    size = sweep.recipe["micro_batch_size"]
+    starts = range(0, len(validation), size)
+    batches = (default_collate([validation[i] for i in range(s, min(s + size, len(validation)))]) for s in starts)
+    analysis = analyze_model(model, batches, source=str(model_folder))
+    batch_tokens = sweep.recipe["batch_tokens"]
+    return {
+        "row": run.row,
+        "seed": run.seed,
+        "variant": run.variant,
+        "name": analysis.name,
+        "paper_row": sweep.rows.get(run.row),
+        "tokens": records[-1]["tokens"],
+        "validation_loss": records[-1]["validation_loss"],
+        "validation_tokens": analysis.tokens,
+        "gradient_norm": statistics.fmean(record["grad_norm"] for record in records),
+        "step_seconds": statistics.median(batch_tokens / record["tokens_per_second"] for record in records),
+        "threads": torch.get_num_threads(),
+        "added_flops_percent": analysis.added_flops_percent,
+        "parameters": num_parameters(model.config),
+        "config": model.config.to_diff_dict(),
+        "recipe": read_provenance(model_folder)["recipe"],
+        "data": data_hash(validation.manifest),
+        "num_layers": analysis.num_layers,
+        "block_ends": analysis.block_ends,
+        "curve": _curve(records),
+        "depth": {name: _rounded(analysis.tensors[name]) for name in DEPTH},
+    }
+
+
+def _curve(records: list[dict]) -> dict[str, list[float]]:
+    """Means over equal parts of the run."""
+    width = -(-len(records) // CURVE_POINTS)
+    parts = [records[start : start + width] for start in range(0, len(records), width)]
+    curve = {"tokens": [part[-1]["tokens"] for part in parts]}
+    for name in ("loss", "grad_norm"):
+        curve[name] = [round(statistics.fmean(record[name] for record in part), DIGITS) for part in parts]
+    return curve
+
+
+def _rounded(tensor: torch.Tensor) -> list:
+    """Without the NaN behind the last source of a site."""
+    if tensor.ndim == 1:
+        return [round(value, DIGITS) for value in tensor.tolist()]
+    return [_rounded(row[~row.isnan()]) for row in tensor]
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def as_analysis(result: dict[str, Any]) -> DepthAnalysis:
+    """What the figures of the package are drawn from."""
+    rows = [torch.tensor(row, dtype=torch.float64) for row in result["depth"]["depth_weights"]]
+    tensors = {
+        name: torch.tensor(values, dtype=torch.float64)
+        for name, values in result["depth"].items()
+        if name != "depth_weights"
+    }
+    if rows:
+        tensors["depth_weights"] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=float("nan"))
+    return DepthAnalysis(
+        name=result["name"],
+        source=result["row"],
+        residual_type=result["variant"].split("-")[0],
+        num_layers=result["num_layers"],
+        block_ends=result["block_ends"],
+        tokens=result["validation_tokens"],
+        loss=result["validation_loss"],
+        added_flops_percent=result["added_flops_percent"],
+        gradient_norm=result["gradient_norm"],
+        tensors=tensors,
+    )

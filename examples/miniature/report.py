@@ -1,0 +1,306 @@
+"""Writes the results into docs/miniature.md: tables beside the paper's, claims checked one by one, and figures.
+
+Everything between the two marks of the page comes from the JSON files; rows that are not there are said to be missing.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measure import as_analysis, read_result
+from sweep import BASELINE, HERE, RESULTS, SWEEP, Sweep, load_sweep
+
+from lr_attnres.paper import PAPER_TABLE, PaperRow
+from lr_attnres.training_arguments import variant_fields
+
+
+PAGE = HERE.parents[1] / "docs/miniature.md"
+FIGURES = "miniature"  # folder beside the page
+BEGIN, END = "<!-- results: python examples/miniature/report.py -->", "<!-- end of results -->"
+# Student's t, 97.5 %, by degrees of freedom: two-sided intervals of 95 %.
+STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
+KEY = {"attnres": "attnres-n8", "sliced": "sliced-n8-r8", "projected": "projected-n8-r4"}
+FULL = {"attnres": "attnres-full", "sliced": "sliced-full-r8", "projected": "projected-full-r4"}
+
+
+class Results:
+    """The results of a folder by row and seed, and the differences between rows."""
+
+    def __init__(self, sweep: Sweep, folder: Path):
+        self.sweep, self.rows = sweep, {}
+        for path in sorted(folder.glob("*-seed*.json")):
+            result = read_result(path)
+            self.rows.setdefault(result["row"], {})[result["seed"]] = result
+        timing = folder / "timing.json"
+        self.timing = read_result(timing) if timing.exists() else None
+
+    def values(self, row: str, name: str) -> list[float]:
+        return [result[name] for _, result in sorted(self.rows.get(row, {}).items())]
+
+    def differences(self, row: str, other: str, name: str = "validation_loss") -> list[float]:
+        """`row` minus `other`, for the seeds that both have: these saw the same text in the same order."""
+        ours, theirs = self.rows.get(row, {}), self.rows.get(other, {})
+        return [ours[seed][name] - theirs[seed][name] for seed in sorted(ours.keys() & theirs.keys())]
+
+    def noise(self, name: str = "validation_loss") -> tuple[float, int] | None:
+        """Standard deviation of differences to the baseline between seeds, pooled over rows; degrees of freedom."""
+        groups = [self.differences(row, BASELINE, name) for row in self.sweep.rows if row != BASELINE]
+        groups = [group for group in groups if len(group) > 1]
+        if not groups:
+            return None
+        freedom = sum(len(group) - 1 for group in groups)
+        return (sum(statistics.variance(group) * (len(group) - 1) for group in groups) / freedom) ** 0.5, freedom
+
+    def interval(self, differences: list[float], name: str = "validation_loss") -> tuple[float, float | None]:
+        """Mean and half the width of its 95 % interval; of a single difference, from the noise of the others."""
+        mean = statistics.fmean(differences)
+        if len(differences) > 1:
+            return mean, half_width(statistics.stdev(differences), len(differences), len(differences) - 1)
+        noise = self.noise(name)
+        return mean, None if noise is None else half_width(noise[0], 1, noise[1])
+
+
+def half_width(deviation: float, count: int, freedom: int) -> float:
+    return STUDENT[min(freedom, len(STUDENT)) - 1] * deviation / count**0.5
+
+
+def paper_row(variant: str) -> PaperRow:
+    fields = variant_fields(variant)
+    wanted = tuple(fields.get(name) for name in ("residual_type", "num_depth_blocks", "depth_key_rank"))
+    (found,) = [row for row in PAPER_TABLE if (row.residual_type, row.num_depth_blocks, row.depth_key_rank) == wanted]
+    return found
+
+
+def mean_text(values: list[float]) -> str:
+    if not values:
+        return "-"
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return f"{mean:.4f}"
+    return f"{mean:.4f} ± {half_width(statistics.stdev(values), len(values), len(values) - 1):.4f}"
+
+
+def difference_text(results: Results, row: str, other: str, name: str = "validation_loss") -> str:
+    differences = results.differences(row, other, name)
+    if row == other or not differences:
+        return "-"
+    mean, half = results.interval(differences, name)
+    return f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}")
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
+
+
+def main_table(results: Results) -> str:
+    heads = ["row", "seeds", "added FLOPs", "validation loss", "against `standard`", "gradient norm", "step time"]
+    heads += ["effective sources", "paper's row", "its loss", "against its baseline", "its gradient norm"]
+    baseline, rows = paper_row(BASELINE).validation_loss, []
+    for row, variant in results.sweep.rows.items():
+        found, paper = results.rows.get(row, {}), paper_row(variant)
+        first = found[min(found)] if found else None
+        effective = first["depth"]["effective_sources"] if first else []
+        ratio = (results.timing or {}).get("ratios", {}).get(row)
+        rows.append(
+            [
+                f"`{row}`",
+                str(len(found)) if found else "not run",
+                f"{first['added_flops_percent']:.2f} %" if first else "-",
+                mean_text(results.values(row, "validation_loss")),
+                difference_text(results, row, BASELINE),
+                mean_text(results.values(row, "gradient_norm")),
+                "-" if ratio is None else f"{ratio:.3f}",
+                f"{statistics.fmean(effective):.2f}" if effective else "-",
+                f"`{variant}`",
+                f"{paper.validation_loss:.4f}",
+                "-" if row == BASELINE else f"{paper.validation_loss - baseline:+.4f}",
+                "-" if paper.gradient_norm is None else f"{paper.gradient_norm:.4f}",
+            ]
+        )
+    return table(heads, rows)
+
+
+def claims(results: Results) -> list[tuple[str, str, str, str]]:
+    """What the paper says (in words), the row that should be lower, the one it should be lower than, and in what."""
+    loss, norm = "validation_loss", "gradient_norm"
+    said = [(f"{kind} in blocks beats the baseline", row, BASELINE, loss) for kind, row in KEY.items()]
+    said += [(f"{kind}, full, beats the baseline", row, BASELINE, loss) for kind, row in FULL.items()]
+    for sources, rows in {"full": FULL, "in blocks": KEY}.items():
+        said.append((f"sliced beats attnres, {sources}", rows["sliced"], rows["attnres"], loss))
+        said.append((f"projected beats sliced, {sources}", rows["projected"], rows["sliced"], loss))
+    for kind in ("sliced", "projected"):
+        said.append((f"{kind}: blocks beat full", KEY[kind], FULL[kind], loss))
+    for kind in ("sliced", "projected"):
+        said.append((f"{kind} keys, full, lower the gradient norm", FULL[kind], BASELINE, norm))
+    return [claim for claim in said if claim[1] in results.sweep.rows and claim[2] in results.sweep.rows]
+
+
+def verdict(results: Results, row: str, other: str, name: str) -> str:
+    differences = results.differences(row, other, name)
+    if not differences:
+        return "not run"
+    mean, half = results.interval(differences, name)
+    if half is None:
+        return "same sign, one seed" if mean < 0 else "other sign, one seed"
+    if abs(mean) <= half:
+        return "not resolved"
+    return "reproduced" if mean < 0 else "not reproduced"
+
+
+def claims_table(results: Results) -> str:
+    rows = []
+    for words, row, other, name in claims(results):
+        paper = [getattr(paper_row(results.sweep.rows[variant]), name) for variant in (row, other)]
+        seeds = len(results.differences(row, other, name))
+        here = difference_text(results, row, other, name)
+        rows.append([words, f"{paper[0] - paper[1]:+.4f}", here, str(seeds), verdict(results, row, other, name)])
+    return table(["what the paper finds", "paper", "here", "seeds", "verdict"], rows)
+
+
+def continued_table(results: Results) -> str:
+    first, *_ = results.sweep.continued
+    rows = []
+    for row in results.sweep.continued:
+        found = results.rows.get(row, {})
+        effective = [statistics.fmean(r["depth"]["effective_sources"]) for r in found.values() if r["depth"]["shares"]]
+        rows.append(
+            [
+                f"`{row}`",
+                str(len(found)) if found else "not run",
+                mean_text(results.values(row, "validation_loss")),
+                difference_text(results, row, first),
+                f"{statistics.fmean(effective):.2f}" if effective else "-",
+            ]
+        )
+    return table(["row", "seeds", "validation loss", f"against `{first}`", "effective sources"], rows)
+
+
+def noise_text(results: Results) -> str:
+    noise = results.noise()
+    if noise is None:
+        return "No row has a second seed yet, so nothing here can be told from chance."
+    deviation, freedom = noise
+    return (
+        f"Between seeds, the difference of a row to the baseline of the same seed varies with a standard deviation of "
+        f"{deviation:.4f} ({freedom} degrees of freedom). A single difference below "
+        f"{half_width(deviation, 1, freedom):.4f} says nothing; a mean over three seeds resolves about "
+        f"{half_width(deviation, 3, freedom):.4f}."
+    )
+
+
+def missing_text(results: Results) -> str:
+    there = {(row, seed) for row, seeds in results.rows.items() for seed in seeds}
+    missing = [run.name for run in results.sweep.runs() if (run.row, run.seed) not in there]
+    total = len(results.sweep.runs())
+    if not missing:
+        return f"All {total} runs of the sweep are here."
+    shown = ", ".join(f"`{name}`" for name in missing)
+    return f"{total - len(missing)} of {total} runs of the sweep are here. Missing, and said nothing about: {shown}."
+
+
+def timing_text(results: Results) -> str:
+    if results.timing is None:
+        return "Step times have not been measured yet (`python examples/miniature/timing.py`)."
+    machine = ", ".join(f"{name} {value}" for name, value in results.timing["machine"].items())
+    return (
+        f"Step time: whole training steps relative to `standard`, interleaved in one process, smallest of "
+        f"{results.timing['repeats']} ({machine})."
+    )
+
+
+def figures(results: Results) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """name -> caption and what draws it, for those that there are results for."""
+    from lr_attnres import plots
+
+    firsts = {row: as_analysis(seeds[min(seeds)]) for row, seeds in results.rows.items() if row in results.sweep.rows}
+    compared = [row for row in (*FULL.values(), *KEY.values()) if row in firsts]
+    routed = [firsts[row] for row in compared]
+    found: dict[str, tuple[str, Callable[[], Any]]] = {}
+    if firsts:
+        points = [
+            (a.name, a.residual_type, a.added_flops_percent, statistics.fmean(results.values(row, "validation_loss")))
+            for row, a in firsts.items()
+        ]
+        draw = lambda: plots.loss_against_flops(points, "validation loss, mean over seeds")  # noqa: E731
+        found["loss_against_flops"] = ("Loss against added FLOPs", draw)
+        found["gradient_norms"] = ("Gradient norm over the training, first seed", lambda: gradient_norms(results))
+    if routed:
+        found["effective_sources"] = ("Effective sources", lambda: plots.effective_sources_figure(routed))
+        found["depth_weights"] = ("Depth weights", lambda: plots.depth_weights_figure(routed))
+    return found
+
+
+def gradient_norms(results: Results) -> Any:
+    from matplotlib.figure import Figure
+
+    from lr_attnres import plots
+
+    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    rows = [row for row in (BASELINE, *FULL.values(), *KEY.values()) if row in results.rows]
+    for row in rows:
+        first = results.rows[row][min(results.rows[row])]
+        style = {"color": plots.COLOURS[row.split("-")[0]], "linestyle": "--" if row in KEY.values() else "-"}
+        axes.plot(first["curve"]["tokens"], first["curve"]["grad_norm"], label=first["name"], **style)
+    axes.set(title="Gradient norm before clipping", xlabel="tokens", ylabel="mean over a part of the run")
+    axes.legend()
+    return figure
+
+
+def render(results: Results) -> str:
+    """What stands between the marks of the page."""
+    sections = [missing_text(results), main_table(results)]
+    sections.append(
+        "± is half the width of a 95 % interval (Student's t): of the mean over seeds, or, in a difference of one "
+        "seed, from the spread of the rows that have several. Effective sources: the mean over sites, first seed. "
+        + timing_text(results)
+    )
+    sections += ["### Claim by claim", claims_table(results), noise_text(results)]
+    sections += ["### A trained baseline, continued", continued_table(results)]
+    drawn = figures(results)
+    if drawn:
+        images = [f"![{caption}]({FIGURES}/{name}.png)" for name, (caption, _) in drawn.items()]
+        sections += ["### Figures", *images]
+    return "\n\n".join(sections)
+
+
+def write(results: Results, page: Path) -> None:
+    text = page.read_text()
+    if not re.search(f"{re.escape(BEGIN)}.*{re.escape(END)}", text, flags=re.DOTALL):
+        raise ValueError(f"{page} lacks the marks {BEGIN} and {END}.")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n\n{render(results)}\n\n{END}{after}")
+
+
+def draw(results: Results, folder: Path) -> None:
+    import matplotlib
+
+    from lr_attnres.plots import STYLE
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        for name, (_, make) in figures(results).items():
+            make().savefig(folder / f"{name}.png", dpi=110, bbox_inches="tight", facecolor="white")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("--sweep", type=Path, default=SWEEP, help="default: %(default)s")
+    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    options = parser.parse_args()
+    try:
+        results = Results(load_sweep(options.sweep), options.results)
+        write(results, options.page)
+        draw(results, options.page.parent / FIGURES)
+    except (OSError, ValueError) as error:
+        sys.exit(f"Error: {error}")
+    print(f"{options.page}: {sum(map(len, results.rows.values()))} results")
+
+
+if __name__ == "__main__":
+    main()

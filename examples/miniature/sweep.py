@@ -1,0 +1,120 @@
+"""The sweep file: which rows are trained, with which seeds, by which recipe, and in which order."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lr_attnres.training_arguments import PAPER_VARIANTS, TrainArguments, load_arguments, variant_fields
+
+
+HERE = Path(__file__).parent
+SWEEP = HERE / "sweep.yaml"
+RESULTS = HERE / "results"
+BASELINE = "standard"
+# Continued runs see the text in another order than the baselines that they go on from.
+CONTINUED_SEED = 1000
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row with one seed."""
+
+    row: str
+    seed: int
+    variant: str
+    is_continued: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}-seed{self.seed}"
+
+    @property
+    def baseline(self) -> "Run":
+        """The run with ordinary residuals and the same seed: what a continued run goes on from."""
+        return Run(BASELINE, self.seed, BASELINE, False)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    tokens: int
+    data: dict[str, Any]
+    recipe: dict[str, Any]
+    rows: dict[str, str]  # -> the paper's row
+    continued: dict[str, str]  # -> the variant that a baseline is continued as
+    order: list[dict[str, list]]
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.tokens / self.recipe["batch_tokens"])
+
+    def run(self, row: str, seed: int) -> Run:
+        return Run(row, seed, self.continued.get(row, row), row in self.continued)
+
+    def runs(self, rows: Iterable[str] | None = None, seeds: Iterable[int] | None = None) -> list[Run]:
+        """In the order of the file; of `rows` and `seeds` alone, if given."""
+        for row in rows or ():
+            if row not in {**self.rows, **self.continued}:
+                raise ValueError(f"--rows has {row!r}; the rows are {', '.join([*self.rows, *self.continued])}.")
+        every = [self.run(row, seed) for stage in self.order for seed in stage["seeds"] for row in stage["rows"]]
+        chosen = [run for run in every if rows is None or run.row in rows]
+        chosen = [run for run in chosen if seeds is None or run.seed in seeds]
+        if not chosen:
+            raise ValueError(f"--rows {rows} --seeds {seeds}: the sweep has no such run.")
+        return chosen
+
+    def arguments(self, run: Run, data: Path, work: Path) -> TrainArguments:
+        """Of the training of a run, in `work`."""
+        args = load_arguments(
+            None,
+            **self.recipe,
+            variant=run.variant,
+            seed=run.seed + CONTINUED_SEED if run.is_continued else run.seed,
+            steps=self.steps,
+            data=str(data),
+            output_dir=str(run_folder(work, run)),
+            init_from=str(start_folder(work, run)) if run.is_continued else None,
+        )
+        args.check()
+        return args
+
+
+def run_folder(work: Path, run: Run) -> Path:
+    return work / "runs" / run.name
+
+
+def start_folder(work: Path, run: Run) -> Path:
+    """Of the model that a continued run starts from: the baseline itself, or upgraded."""
+    if run.variant == BASELINE:
+        return run_folder(work, run.baseline) / "model"
+    return work / "upgraded" / run.name
+
+
+def load_sweep(path: Path = SWEEP, tokens: int | None = None) -> Sweep:
+    """Read and check a sweep file; `tokens` replaces the file's."""
+    values = yaml.safe_load(Path(path).read_text())
+    fields = set(Sweep.__dataclass_fields__)
+    if not isinstance(values, dict) or set(values) != fields:
+        raise ValueError(f"{path} must have the keys {', '.join(sorted(fields))}, and no others.")
+    sweep = Sweep(**(values | ({} if tokens is None else {"tokens": tokens})))
+    if sweep.tokens < 1:
+        raise ValueError(f"`tokens` is {sweep.tokens}; it must be at least 1.")
+    if BASELINE not in sweep.rows:
+        raise ValueError(f"{path}: `rows` lacks {BASELINE}, which the others are compared with.")
+    for row, paper_row in sweep.rows.items():
+        variant_fields(row)
+        if paper_row not in PAPER_VARIANTS:
+            raise ValueError(f"{path}: {row} stands for {paper_row!r}, which is no row of the paper.")
+    for stage in sweep.order:
+        for row in stage["rows"]:
+            if row not in {**sweep.rows, **sweep.continued}:
+                raise ValueError(f"{path}: `order` has {row!r}, which is neither in `rows` nor in `continued`.")
+    runs = sweep.runs()
+    if len(set(runs)) != len(runs):
+        raise ValueError(f"{path}: `order` has a run twice.")
+    for run in runs:
+        sweep.arguments(run, Path("data"), Path("work"))
+    return sweep

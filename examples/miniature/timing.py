@@ -1,0 +1,94 @@
+"""Time of a whole training step of each row relative to the baseline's: forward, backward, clipping and optimizer.
+
+The rows alternate in one process, four at a time beside the baseline, and each counts with the smallest of its
+repeats. Run it on a machine that does nothing else; it writes `timing.json` beside the results.
+"""
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from run import write_json
+from sweep import BASELINE, RESULTS, SWEEP, Sweep, load_sweep
+
+from lr_attnres.losses import use_chunked_loss
+from lr_attnres.optimizers import muon_adamw
+from lr_attnres.training import build_model
+
+
+def training_step(sweep: Sweep, row: str) -> Callable[[], None]:
+    """One step of the recipe on random tokens."""
+    torch.manual_seed(0)
+    args = sweep.arguments(sweep.run(row, 0), Path(), Path())
+    length, vocab_size = sweep.data["sequence_length"], sweep.data["train_tokenizer"]
+    tokenizer = {"vocab_size": vocab_size, "eos_token_id": 0}
+    model = build_model(args, {"tokenizer": tokenizer, "settings": {"sequence_length": length}}).train()
+    use_chunked_loss(model, args.z_loss)
+    optimizer = muon_adamw(model, args.lr_muon, args.lr_adamw, args.lr_queries)
+    forward = torch.compile(model) if args.compile else model
+    rows = args.batch_tokens // length
+    input_ids = torch.randint(0, vocab_size, (rows, length))
+    positions = torch.arange(length).expand(rows, length).contiguous()
+    inputs = [
+        {"input_ids": ids, "labels": ids, "position_ids": place}
+        for ids, place in zip(input_ids.split(args.micro_batch_size), positions.split(args.micro_batch_size))
+    ]
+
+    def step() -> None:
+        for batch in inputs:
+            (forward(**batch, use_cache=False).loss / len(inputs)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Seconds, the smallest of the repeats; two untimed rounds compile and fill the optimizer's state."""
+    best = dict.fromkeys(steps, float("inf"))
+    for repeat in range(-2, repeats):
+        for row, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if repeat >= 0:
+                best[row] = min(best[row], time.perf_counter() - start)
+    return best
+
+
+def measure_ratios(sweep: Sweep, rows: list[str], repeats: int) -> dict[str, float]:
+    ratios, others = {BASELINE: 1.0}, [row for row in rows if row != BASELINE]
+    for start in range(0, len(others), 4):
+        batch = others[start : start + 4]
+        seconds = interleave({row: training_step(sweep, row) for row in (BASELINE, *batch)}, repeats)
+        for row in batch:
+            ratios[row] = round(seconds[row] / seconds[BASELINE], 4)
+            print(f"{row:24s}{seconds[row]:9.4f} s{ratios[row]:8.3f} of {seconds[BASELINE]:.4f} s", flush=True)
+        torch.compiler.reset()
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="default: all that are trained from the start")
+    parser.add_argument("--repeats", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--sweep", type=Path, default=SWEEP, help="default: %(default)s")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    options = parser.parse_args()
+    try:
+        sweep = load_sweep(options.sweep)
+        rows = [*dict.fromkeys(run.row for run in sweep.runs(options.rows or sweep.rows))]
+    except (OSError, ValueError) as error:
+        sys.exit(f"Error: {error}")
+    ratios = measure_ratios(sweep, rows, options.repeats)
+    machine = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    machine["torch"] = torch.__version__
+    write_json(options.results / "timing.json", {"machine": machine, "repeats": options.repeats, "ratios": ratios})
+
+
+if __name__ == "__main__":
+    main()

