@@ -69,3 +69,8 @@ class MicroBatchSampler(Sampler):
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps:
             yield from self.rows(step).view(self.shape)[:, self.process].tolist()
+
+
+def flatten_for_flash(batch: dict[str, torch.Tensor], attn_implementation: str) -> dict[str, torch.Tensor]:
+    """Flash attention looks for documents in a single row: [B, T] -> [1, B * T], each row beginning at position 0."""
+    return {name: tensor.view(1, -1) for name, tensor in batch.items()} if "flash" in attn_implementation else batch

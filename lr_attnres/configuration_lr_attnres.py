@@ -4,8 +4,9 @@ import math
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 
 # Every entry point of a saved folder. Written into each config, so that a folder saved from one head also loads as
@@ -154,6 +155,8 @@ class LRAttnResConfig(PreTrainedConfig):
             raise ValueError(f"`rms_norm_eps` is {self.rms_norm_eps}; it must be a positive finite number.")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"`attention_dropout` is {self.attention_dropout}; it must lie in [0, 1).")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` is {self.hidden_act!r}; it must be one of {', '.join(sorted(ACT2FN))}.")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
                 f"`pad_token_id` is {self.pad_token_id}; it must lie in 0..vocab_size - 1 = {self.vocab_size - 1}."
@@ -173,6 +176,11 @@ class LRAttnResConfig(PreTrainedConfig):
                 f"{self.num_attention_heads}."
             )
 
+        rope_type = self.rope_parameters.get("rope_type")
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+            raise ValueError(f"`rope_parameters` has rope_type={rope_type!r}; it must be one of {known}.")
+
     def _check_depth_routing(self):
         if self.num_depth_blocks is not None and self.num_depth_blocks < 1:
             raise ValueError(
@@ -190,6 +198,11 @@ class LRAttnResConfig(PreTrainedConfig):
             )
         if not math.isfinite(self.depth_logit_scale):
             raise ValueError(f"`depth_logit_scale` is {self.depth_logit_scale}; it must be finite.")
+        if self.depth_scaled_eps and self.depth_block_exponent != 0:
+            raise ValueError(
+                f"`depth_block_exponent` is {self.depth_block_exponent}; with `depth_scaled_eps`, which takes blocks "
+                "for plain sums, it must be 0."
+            )
         for name in ("depth_block_exponent", "depth_count_prior"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be finite and not negative.")

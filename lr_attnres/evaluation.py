@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import Dataset, default_collate
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoTokenizer
 
+from .batches import flatten_for_flash
 from .data import PackedTokens
 from .losses import use_chunked_loss
+from .text_generation import load_language_model
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()
@@ -50,6 +53,7 @@ def evaluate(
             batch = default_collate([dataset[row] for row in range(start, min(start + batch_size, len(dataset)))])
             if number >= num_batches:
                 batch["labels"].fill_(-100)
+            batch = flatten_for_flash(batch, model.config._attn_implementation)
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
             total = model(**batch, use_cache=False, num_items_in_batch=1).loss
             sums[i] = torch.stack([total.cpu().double(), num_targets(batch["labels"]).cpu().double()])
@@ -72,8 +76,9 @@ def evaluate_folder(
         raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
     dataset = PackedTokens(data, split)
     accelerator = Accelerator(mixed_precision="no")
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(accelerator.device)
+    loaded = load_language_model(os.fspath(model), dtype=dtype).to(accelerator.device)
     check_fits(loaded.config.vocab_size, loaded.config.max_position_embeddings, dataset.manifest)
+    check_same_tokens(os.fspath(model), dataset)
     return evaluate(loaded, dataset, accelerator, batch_size, progress_bar=True)
 
 
@@ -84,6 +89,20 @@ def check_fits(vocab_size: int, max_position_embeddings: int, manifest: dict) ->
         raise ValueError(f"`vocab_size` is {vocab_size}, but the data has {tokens} different tokens.")
     if max_position_embeddings < length:
         raise ValueError(f"`max_position_embeddings` is {max_position_embeddings}, less than a row ({length} tokens).")
+
+
+def check_same_tokens(model: str, dataset: PackedTokens) -> None:
+    """Raise where the tokenizer beside the model numbers other tokens than that of the data."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        print(f"{model} has no tokenizer: whether it fits the data is not checked.", file=sys.stderr)
+        return
+    if tokenizer.get_vocab() != AutoTokenizer.from_pretrained(dataset.folder / "tokenizer").get_vocab():
+        raise ValueError(
+            f"{dataset.folder} was prepared with another tokenizer than that of {model}: prepare the text again with "
+            f"`--tokenizer {model}`."
+        )
 
 
 def num_targets(labels: torch.Tensor) -> torch.Tensor:

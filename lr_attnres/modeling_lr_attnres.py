@@ -83,8 +83,9 @@ class LRAttnResRMSNorm(nn.RMSNorm):
 
 
 def is_plain_norm(norm: nn.Module | None) -> bool:
-    """Whether a kernel may compute it: nobody has wrapped it or listens to it."""
-    return type(norm) is LRAttnResRMSNorm and not norm._forward_hooks and not norm._forward_pre_hooks
+    """Whether a kernel may compute it: nobody has wrapped it, listens to it or keeps its weight elsewhere."""
+    is_hooked = norm is None or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm)
+    return type(norm) is LRAttnResRMSNorm and not is_hooked
 
 
 class LRAttnResMLP(nn.Module):

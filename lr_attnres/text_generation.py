@@ -4,6 +4,8 @@ import sys
 from typing import TextIO
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
 
 
@@ -36,8 +38,10 @@ def generate_text(
     """
     if not prompt:
         raise ValueError("--prompt is empty; give the model something to continue.")
-    if temperature < 0:
-        raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or above.")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or above, and finite.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p is {top_p}; it must lie above 0 and at most at 1.")
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
     model = load_language_model(source, device, dtype, revision=revision, token=token)
     sampling = {"do_sample": False}
@@ -55,7 +59,12 @@ def generate_text(
 
 def load_language_model(source: str, device: str = "auto", dtype: str = "auto", **options) -> PreTrainedModel:
     """The model of a folder or Hub repository, on `device`: an accelerator if there is one, or the one named."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+    except (SafetensorError, StrictDataclassError, RuntimeError) as error:
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"{source} lacks {len(missing)} weights that its config asks for, such as {missing[0]}.")
     try:
         model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device)
     except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device

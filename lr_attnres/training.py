@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
-from .batches import StepBatches
+from .batches import StepBatches, flatten_for_flash
 from .checkpoints import Checkpoints, read_state, sync_to_disk, without_progress_bar
 from .configuration_lr_attnres import LRAttnResConfig
 from .data import PackedTokens
@@ -230,11 +230,6 @@ def accumulate_gradients(
     asked = torch.tensor(float(signals.received is not None), device=accelerator.device)
     loss, stop = accelerator.reduce(torch.stack([total, asked])).tolist()
     return loss, float(grad_norm), stop > 0
-
-
-def flatten_for_flash(batch: dict[str, torch.Tensor], attn_implementation: str) -> dict[str, torch.Tensor]:
-    """Flash attention looks for documents in a single row: [B, T] -> [1, B * T], each row beginning at position 0."""
-    return {name: tensor.view(1, -1) for name, tensor in batch.items()} if "flash" in attn_implementation else batch
 
 
 @torch.no_grad()

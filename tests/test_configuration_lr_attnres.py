@@ -46,6 +46,9 @@ BAD_FIELDS = [
     ({"rms_norm_eps": 0.0}, "rms_norm_eps", "0.0", "positive"),
     ({"attention_dropout": 1.5}, "attention_dropout", "1.5", "[0, 1)"),
     ({"pad_token_id": 100_277}, "pad_token_id", "100277", "vocab_size"),
+    ({"hidden_act": "sulu"}, "hidden_act", "sulu", "silu"),
+    ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_parameters", "spiral", "yarn"),
+    ({"depth_scaled_eps": True, "depth_block_exponent": 0.5}, "depth_block_exponent", "0.5", "depth_scaled_eps"),
 ]
 
 

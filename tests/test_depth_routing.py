@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from common import ROUTED, random_tokens, small_model
 
 from lr_attnres.depth_routing import DepthBank, DepthSite, depth_block_ends, depth_merge, depth_mix, naive_depth_read
-from lr_attnres.modeling_lr_attnres import LRAttnResModel, default_depth_backend
+from lr_attnres.modeling_lr_attnres import LRAttnResModel, default_depth_backend, is_plain_norm
 
 
 def random_sources(count: int, *shape: int, sites: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -125,6 +126,16 @@ def test_backend_is_visible_and_a_wrong_request_is_an_error():
         model(random_tokens(1, 5))
     model.set_depth_backend(None)
     assert model.depth_backend == "torch"
+
+
+def test_only_a_plain_norm_is_fused_into_the_read():
+    norm = small_model(norm_weight=True).model.layers[0].post_attention_layernorm
+    assert is_plain_norm(norm) and not is_plain_norm(None) and not is_plain_norm(torch.nn.Identity())
+    hook = norm.register_forward_hook(lambda *_: None)
+    assert not is_plain_norm(norm)
+    hook.remove()
+    add_hook_to_module(norm, AlignDevicesHook(execution_device="cpu", offload=True))  # its weight is elsewhere now
+    assert not is_plain_norm(norm)
 
 
 SWITCHES = {"switches": {"depth_key_norm": False, "depth_query_norm": True, "depth_logit_scale": 0.7}, "defaults": {}}

@@ -1,15 +1,16 @@
 """The loss of a split is the mean over all its targets, whatever the batches."""
 
+import json
 import math
 
 import pytest
 import torch
 from accelerate import Accelerator
-from common import BYTE_VOCAB_SIZE, small_model
+from common import BYTE_VOCAB_SIZE, byte_tokenizer, save_text_model, small_model
 from torch.utils.data import Subset
 
 from lr_attnres.data import PackedTokens
-from lr_attnres.evaluation import evaluate, evaluate_folder
+from lr_attnres.evaluation import Evaluation, evaluate, evaluate_folder
 from lr_attnres.losses import use_chunked_loss
 
 
@@ -50,3 +51,41 @@ def test_folders_that_do_not_fit(model, token_data, tmp_path):
         evaluate_folder(tmp_path / "short", token_data, split="test")
     with pytest.raises(ValueError, match="`batch_size` is 0"):
         evaluate_folder(tmp_path / "short", token_data, batch_size=0)
+
+
+def test_data_of_another_tokenizer_and_missing_weights(token_data, tmp_path, capsys):
+    save_text_model(tmp_path / "model")
+    evaluate_folder(tmp_path / "model", token_data)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="prepared with another tokenizer"):
+        evaluate_folder(tmp_path / "model", token_data)
+    small_model(vocab_size=BYTE_VOCAB_SIZE).save_pretrained(tmp_path / "bare")
+    evaluate_folder(tmp_path / "bare", token_data)
+    assert "has no tokenizer" in capsys.readouterr().err
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 5}))
+    with pytest.raises(ValueError, match="lacks|cannot be loaded"):
+        evaluate_folder(tmp_path / "model", token_data)
+
+
+def test_flash_attention_gets_single_rows(model, token_data):
+    """It finds documents in a single row only; the loss is the same."""
+    rows = Subset(PackedTokens(token_data), range(5))
+    expected = evaluate(model, rows, Accelerator(cpu=True), 2)
+    shapes = []
+    model.config._attn_implementation_internal = "flash_attention_2"
+    model.register_forward_pre_hook(lambda *_: shapes.append(_[2]["input_ids"].shape), with_kwargs=True)
+    model.model.register_forward_pre_hook(lambda *_: use_sdpa(model))
+    assert evaluate(model, rows, Accelerator(cpu=True), 2).loss == pytest.approx(expected.loss, abs=1e-6)
+    assert shapes[0][0] == 1
+
+
+def use_sdpa(model):
+    """There is no flash attention here: what it gets is computed by another implementation."""
+    model.config._attn_implementation_internal = "sdpa"
+
+
+def test_a_hopeless_loss_has_an_infinite_perplexity():
+    assert Evaluation(1e4, 1).perplexity == math.inf

@@ -58,6 +58,17 @@ def test_command(model, tmp_path, capsys):
     assert "Error: --device abacus: " in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "-1"]) == 1
     assert "Error: --temperature is -1.0; it must be 0" in capsys.readouterr().err
+    assert cli.main([*arguments, "--temperature", "nan"]) == 1
+    assert "Error: --temperature is nan" in capsys.readouterr().err
+    assert cli.main([*arguments, "--temperature", "1", "--top-p", "2"]) == 1
+    assert "Error: --top-p is 2.0; it must lie" in capsys.readouterr().err
+
+
+def test_damaged_weights(model, tmp_path, capsys):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert cli.main(["generate", str(tmp_path), "--prompt", PROMPT]) == 1
+    assert f"Error: {tmp_path} cannot be loaded" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_folder_without_a_tokenizer(tmp_path, capsys):

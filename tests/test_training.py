@@ -13,12 +13,13 @@ from processes import LENGTH, arguments, losses
 from safetensors.torch import load_file
 
 from lr_attnres import LRAttnResForCausalLM
+from lr_attnres.batches import flatten_for_flash
 from lr_attnres.checkpoints import CheckpointError, read_state
 from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.evaluation import evaluate_folder
 from lr_attnres.metrics import read_metrics
 from lr_attnres.model_card import read_provenance
-from lr_attnres.training import TrainingError, build_model, flatten_for_flash, learning_rate_factor, train
+from lr_attnres.training import TrainingError, build_model, learning_rate_factor, train
 from lr_attnres.training_arguments import TrainArguments, load_arguments
 
 
