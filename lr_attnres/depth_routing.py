@@ -123,7 +123,8 @@ def mix_sources(logits: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tens
     weights = logits.softmax(dim=-1)
     mix = weights[..., 0, None] * values[0].unsqueeze(-2)
     for i in range(1, len(values)):
-        mix = torch.addcmul(mix, weights[..., i, None], values[i].unsqueeze(-2))
+        # In place: a new tensor for each source costs ten times more.
+        mix.addcmul_(weights[..., i, None], values[i].unsqueeze(-2))
     return mix, logits.logsumexp(dim=-1)
 
 
@@ -134,7 +135,7 @@ def merge_sources(dtype: torch.dtype, mix: torch.Tensor, logits: torch.Tensor, *
         return torch.lerp(mix, values[0], weights[..., 1:]).to(dtype)
     hidden = weights[..., :1] * mix
     for i, value in enumerate(values, start=1):
-        hidden = torch.addcmul(hidden, weights[..., i : i + 1], value)
+        hidden.addcmul_(weights[..., i : i + 1], value)
     return hidden.to(dtype)
 
 
@@ -152,9 +153,15 @@ class DepthMix(torch.autograd.Function):
     def backward(ctx, grad_mix, grad_lse):
         logits, *values = ctx.saved_tensors
         weights = logits.softmax(dim=-1)
-        dots = torch.stack([(grad_mix * value.unsqueeze(-2)).sum(-1) for value in values], dim=-1)
+        dots, grad_values = [], []
+        for start in range(0, len(values), 8):  # enough for an efficient product, and never a stack of all sources
+            some = slice(start, start + 8)
+            stack = torch.stack(values[some], dim=-2).to(weights.dtype)
+            dots.append(grad_mix @ stack.transpose(-1, -2))
+            grads = (weights[..., some].transpose(-1, -2) @ grad_mix).unbind(-2)
+            grad_values += [grad.to(value.dtype) for grad, value in zip(grads, values[some])]
+        dots = torch.cat(dots, dim=-1)
         grad_logits = weights * (dots - (weights * dots).sum(-1, keepdim=True) + grad_lse.unsqueeze(-1))
-        grad_values = [(weights[..., i, None] * grad_mix).sum(-2).to(value.dtype) for i, value in enumerate(values)]
         return grad_logits, *grad_values
 
 
