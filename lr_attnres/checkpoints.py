@@ -1,4 +1,4 @@
-"""The folder of a run, for one run at a time, and its checkpoints: complete or absent, refused where they do not fit."""
+"""The folder of a run, for one at a time, and its checkpoints: complete or absent, refused where they do not fit."""
 
 import json
 import os

@@ -74,14 +74,13 @@ def test_states_that_are_refused(content, checkpoints):
 def test_one_run_at_a_time(tmp_path):
     """A folder is held by one run, is free after it, and is gone if the run wrote nothing."""
     accelerator, folder = Accelerator(cpu=True), tmp_path / "run"
-    with hold_run_folder(folder, accelerator):
-        with pytest.raises(CheckpointError, match=f"another run is at work in {folder}"):
-            with hold_run_folder(folder, accelerator):
-                pass
+    busy = pytest.raises(CheckpointError, match=f"another run is at work in {folder}")
+    with hold_run_folder(folder, accelerator), busy, hold_run_folder(folder, accelerator):
+        pass
     assert not folder.exists()
     with hold_run_folder(folder, accelerator):
         (folder / "metrics.jsonl").touch()
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
-    with pytest.raises(CheckpointError, match="`output_dir` is .*metrics.jsonl, which cannot be written"):
-        with hold_run_folder(folder / "metrics.jsonl", accelerator):
-            pass
+    no_folder = pytest.raises(CheckpointError, match="`output_dir` is .*metrics.jsonl, which cannot be written")
+    with no_folder, hold_run_folder(folder / "metrics.jsonl", accelerator):
+        pass
