@@ -47,6 +47,8 @@ def hold_run_folder(folder: str | os.PathLike, accelerator: Accelerator) -> Iter
             lock.acquire(timeout=0)
         except Timeout:
             problem = f"another run is at work in {folder}: wait for it, or choose another --output-dir."
+        except FileExistsError:
+            problem = f"`output_dir` is {folder}, which is a file: choose a folder."
         except OSError as error:
             problem = f"`output_dir` is {folder}, which cannot be written: {explain_os_error(error)}"
     problem = broadcast_object_list([problem])[0]  # all processes end, not the first alone
@@ -175,12 +177,14 @@ class Checkpoints:
     def _check_random_states(self, checkpoint: Path) -> None:
         """Accelerate goes on without them, and the run would not be the same."""
         here, there = self.accelerator.num_processes, len([*checkpoint.glob("random_states_*.pkl")])
-        file = checkpoint / f"random_states_{self.accelerator.process_index}.pkl"
-        if not file.exists():
+        files = [checkpoint / f"random_states_{process}.pkl" for process in range(here)]
+        missing = [file for file in files if not file.exists()]
+        if missing:  # in all processes alike: none is left waiting
             raise CheckpointError(
-                f"{file} is missing: the checkpoint has random states of {there} processes, the run has {here}. "
+                f"{missing[0]} is missing: the checkpoint has random states of {there} processes, the run has {here}. "
                 "Resume with as many processes as wrote it."
             )
+        file = files[self.accelerator.process_index]
         try:
             states = load(file)
             missing = [name for name in RANDOM_STATES if name not in states]

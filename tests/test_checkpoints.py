@@ -81,6 +81,15 @@ def test_one_run_at_a_time(tmp_path):
     with hold_run_folder(folder, accelerator):
         (folder / "metrics.jsonl").touch()
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
-    no_folder = pytest.raises(CheckpointError, match="`output_dir` is .*metrics.jsonl, which cannot be written")
+    no_folder = pytest.raises(CheckpointError, match="`output_dir` is .*metrics.jsonl, which is a file")
     with no_folder, hold_run_folder(folder / "metrics.jsonl", accelerator):
         pass
+
+
+def test_more_processes_than_wrote_it(checkpoints, monkeypatch):
+    """Every process says so, also the one that finds its own random states."""
+    pretend(checkpoints, {1: None})
+    (checkpoints.path(1) / "random_states_0.pkl").touch()
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(CheckpointError, match="random_states_1.pkl is missing: .* of 1 processes, the run has 2"):
+        checkpoints.load(checkpoints.path(1), {})
