@@ -27,7 +27,7 @@ class StepBatches:
                 f"{length} tokens, as many for each of the {processes} processes."
             )
         share = rows // processes
-        self.micro_batch_size = max(n for n in range(1, args.micro_batch_size + 1) if share % n == 0)
+        self.micro_batch_size = max(n for n in range(1, min(args.micro_batch_size, share) + 1) if share % n == 0)
         self.accumulation = share // self.micro_batch_size
         sampler = MicroBatchSampler(len(data), rows, self, args, done)
         self.loader = DataLoader(

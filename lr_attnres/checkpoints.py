@@ -1,7 +1,8 @@
-"""Checkpoints of a run: complete or absent, the last few and the best kept, refused where they do not fit."""
+"""The folder of a run, for one at a time, and its checkpoints: complete or absent, refused where they do not fit."""
 
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,20 +13,55 @@ from typing import Any
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, load
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers.utils import logging
 
 from .hub_errors import explain_os_error
 
 
+logger = logging.get_logger(__name__)
+
 STATE_FILE = "training_state.json"
+STATE_FIELDS = {"step": int, "settings": dict, "validation_loss": (int, float, type(None))}
+RANDOM_STATES = ("random_state", "numpy_random_seed", "torch_manual_seed")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 # How torch, safetensors and the file system say that a file cannot be written or read.
-FILE_ERRORS = (OSError, RuntimeError, SafetensorError, KeyError, ValueError, EOFError)
+FILE_ERRORS = (OSError, RuntimeError, SafetensorError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, read or used for this run; the message says which and why."""
+
+
+@contextmanager
+def hold_run_folder(folder: str | os.PathLike, accelerator: Accelerator) -> Iterator[None]:
+    """Make the folder of a run and keep other runs out of it; if nothing was written, it is not left behind."""
+    folder, lock, problem = Path(folder), None, None
+    if accelerator.is_main_process:
+        created = not folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / "run.lock")
+            lock.acquire(timeout=0)
+        except Timeout:
+            problem = f"another run is at work in {folder}: wait for it, or choose another --output-dir."
+        except FileExistsError:
+            problem = f"`output_dir` is {folder}, which is a file: choose a folder."
+        except OSError as error:
+            problem = f"`output_dir` is {folder}, which cannot be written: {explain_os_error(error)}"
+    problem = broadcast_object_list([problem])[0]  # all processes end, not the first alone
+    if problem:
+        raise CheckpointError(problem)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            Path(lock.lock_file).unlink(missing_ok=True)
+            if created and not any(folder.iterdir()):
+                folder.rmdir()
+            lock.release()
 
 
 class Checkpoints:
@@ -53,7 +89,7 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what a process that was killed has left half-written or half-deleted."""
         if self.accelerator.is_main_process:
-            for leftover in self.folder.glob(".*"):
+            for leftover in [*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.deleted")]:
                 shutil.rmtree(leftover, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
@@ -88,12 +124,19 @@ class Checkpoints:
         if not self.accelerator.is_main_process:
             return
         steps = self.steps()
-        losses = {step: read_state(self.path(step)).get("validation_loss") for step in steps}
+        losses = {step: self._validation_loss(step) for step in steps}
         known = [step for step in steps if losses[step] is not None]
         kept = {*steps[-keep_last:], *([min(known, key=losses.get)] if known else [])}
         for step in steps:
             if step not in kept:
                 self._remove(step)
+
+    def _validation_loss(self, step: int) -> float | None:
+        try:
+            return read_state(self.path(step))["validation_loss"]
+        except CheckpointError as error:  # an old one that is damaged does not end a run
+            logger.warning(f"{error} It counts as one without a validation loss.")
+            return None
 
     def find(self, resume: str | None) -> Path | None:
         """The checkpoint to go on from: None starts anew, which a folder with checkpoints refuses."""
@@ -124,11 +167,33 @@ class Checkpoints:
                     f"{checkpoint} belongs to another run: `{name}` is {there} there and {here} here. Use the same "
                     "settings, or start a new run with another --output-dir."
                 )
+        self._check_random_states(checkpoint)
         try:
             self.accelerator.load_state(str(checkpoint))
         except FILE_ERRORS as error:
             raise CheckpointError(f"{checkpoint} cannot be read: {_reason(error)}") from error
         return state["step"]
+
+    def _check_random_states(self, checkpoint: Path) -> None:
+        """Accelerate goes on without them, and the run would not be the same."""
+        here, there = self.accelerator.num_processes, len([*checkpoint.glob("random_states_*.pkl")])
+        files = [checkpoint / f"random_states_{process}.pkl" for process in range(here)]
+        missing = [file for file in files if not file.exists()]
+        if missing:  # in all processes alike: none is left waiting
+            raise CheckpointError(
+                f"{missing[0]} is missing: the checkpoint has random states of {there} processes, the run has {here}. "
+                "Resume with as many processes as wrote it."
+            )
+        file = files[self.accelerator.process_index]
+        try:
+            states = load(file)
+            missing = [name for name in RANDOM_STATES if name not in states]
+        except (*FILE_ERRORS, TypeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
+        if missing:
+            raise CheckpointError(f"{file} cannot be read: it has no {missing[0]}.")
+        if there != here:
+            logger.warning(f"{checkpoint} was written by {there} processes, not {here}: dropout will differ.")
 
     def _remove(self, step: int) -> None:
         """First out of sight, so that being killed here leaves no half checkpoint."""
@@ -160,13 +225,17 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if not checkpoint.is_dir():
         raise CheckpointError(f"the checkpoint {checkpoint} does not exist.")
     try:
-        return json.loads((checkpoint / STATE_FILE).read_text())
+        state = json.loads((checkpoint / STATE_FILE).read_text())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{checkpoint} is not a checkpoint of a training run (no {STATE_FILE}); give a folder checkpoints/step-N."
         ) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}") from error
+        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}.") from error
+    for name, kind in STATE_FIELDS.items():
+        if not isinstance(state, dict) or name not in state or not isinstance(state[name], kind):
+            raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: no usable `{name}`.")
+    return state
 
 
 @contextmanager
@@ -198,4 +267,5 @@ def _sync(path: Path) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return explain_os_error(error)
-    return f"{str(error).strip().splitlines()[0].rstrip('.')}."
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{lines[0].rstrip('.')}."

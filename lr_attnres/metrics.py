@@ -57,4 +57,12 @@ def read_metrics(file: str | os.PathLike) -> list[dict[str, Any]]:
     if not Path(file).exists():
         return []
     lines = Path(file).read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {line[:80]!r} is not JSON.") from error
+        if not isinstance(records[-1], dict) or not isinstance(records[-1].get("step"), int):
+            raise ValueError(f"{file}, line {number}: {line[:80]!r} is not an object with a whole number `step`.")
+    return records

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import set_seed
+from accelerate.utils import GradientAccumulationPlugin, set_seed
 from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .batches import StepBatches, flatten_for_flash
-from .checkpoints import Checkpoints, read_state, sync_to_disk, without_progress_bar
+from .checkpoints import Checkpoints, hold_run_folder, read_state, sync_to_disk, without_progress_bar
 from .configuration_lr_attnres import LRAttnResConfig
 from .data import PackedTokens
 from .evaluation import check_fits, evaluate, num_targets
 from .losses import use_chunked_loss
 from .metrics import Metrics
-from .model_card import write_provenance
+from .model_card import ProvenanceError, read_provenance, write_provenance
 from .modeling_lr_attnres import LRAttnResForCausalLM
 from .optimizers import muon_adamw
 from .training_arguments import TrainArguments
@@ -44,10 +44,17 @@ def train(args: TrainArguments) -> Path:
     """
     args.check()
     accelerator = start_accelerator(args)
+    with hold_run_folder(args.output_dir, accelerator):
+        return run(args, accelerator)
+
+
+def run(args: TrainArguments, accelerator: Accelerator) -> Path:
     data = PackedTokens(args.data, "train")
     validation = PackedTokens(args.data, "validation") if "validation" in data.manifest["splits"] else None
+    tokenizer = load_tokenizer(args.data)
     checkpoints = Checkpoints(args.output_dir, accelerator)
     checkpoint = checkpoints.find(args.resume)
+    check_nothing_is_lost(args)
     checkpoints.clean()
 
     set_seed(args.seed)
@@ -60,6 +67,8 @@ def train(args: TrainArguments) -> Path:
     batches = iter(step_batches)
     accelerator.print(describe(args, model, step_batches, checkpoint))
 
+    if args.trackers:
+        accelerator.init_trackers("lr-attnres", config={name: str(value) for name, value in args.bound().items()})
     metrics = Metrics(Path(args.output_dir) / "metrics.jsonl", accelerator, done, args.steps, args.batch_tokens)
     with StopSignals() as signals, metrics:
         for step in range(done + 1, args.steps + 1):
@@ -90,7 +99,7 @@ def train(args: TrainArguments) -> Path:
             if stop and not last:
                 stop_run(accelerator, signals, checkpoints.path(step))
 
-    folder = export(accelerator, model, args, validation_loss)
+    folder = export(accelerator, model, tokenizer, args, validation_loss)
     accelerator.end_training()
     return folder
 
@@ -105,6 +114,8 @@ def start_accelerator(args: TrainArguments) -> Accelerator:
             raise ValueError(f"`trackers` has {tracker!r}, which is not installed or not known to Accelerate.")
     accelerator = Accelerator(
         mixed_precision=precision,
+        # We scale the loss ourselves; a setting in the environment would do it once more.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dynamo_backend="inductor" if args.compile else None,
         log_with=args.trackers or None,
         project_dir=args.output_dir,
@@ -114,9 +125,37 @@ def start_accelerator(args: TrainArguments) -> Accelerator:
         raise ValueError(
             f"{kind.value} flattens the weights, but Muon needs whole matrices: launch with FSDP2 (fsdp_version: 2)."
         )
-    if args.trackers:
-        accelerator.init_trackers("lr-attnres", config={name: str(value) for name, value in args.bound().items()})
     return accelerator
+
+
+def load_tokenizer(data: str) -> PreTrainedTokenizerBase:
+    """The one that goes into the folder of the model at the end; without it the run need not begin."""
+    folder = Path(data) / "tokenizer"
+    try:
+        if not folder.is_dir():
+            raise FileNotFoundError("there is no such folder")
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"the tokenizer {folder} cannot be loaded ({reason}): prepare the data again.") from error
+
+
+def check_nothing_is_lost(args: TrainArguments) -> None:
+    """What stands in the folder of the run may be replaced if it is a resumed run's own."""
+    metrics, model = Path(args.output_dir) / "metrics.jsonl", Path(args.output_dir) / "model"
+    if args.resume is None and metrics.exists() and metrics.stat().st_size:
+        raise ValueError(
+            f"{metrics} is of an earlier run: go on with --resume (without a checkpoint, from the start), or choose "
+            "another --output-dir."
+        )
+    if not os.path.lexists(model):
+        return
+    try:
+        own = args.resume is not None and read_provenance(model).get("recipe") == args.bound()
+    except (ProvenanceError, OSError):
+        own = False
+    if not own:
+        raise ValueError(f"{model} is not of this run, which would replace it: choose another --output-dir.")
 
 
 def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
@@ -129,14 +168,20 @@ def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
         "pad_token_id": tokenizer["eos_token_id"],
     }
     fields = from_data | args.model_fields()
-    check_fits(fields["vocab_size"], fields["max_position_embeddings"], manifest)
-    try:
-        config = LRAttnResConfig(**fields)
-    except StrictDataclassError as error:
-        raise ValueError(f"`model` or `variant`: {error.__cause__ or error}") from error
+    # Its sizes first: with too few tokens the special ones are outside too, which says less.
+    sizes = build_config({name: fields[name] for name in ("vocab_size", "max_position_embeddings")})
+    check_fits(sizes.vocab_size, sizes.max_position_embeddings, manifest)
+    config = build_config(fields)
     model = LRAttnResForCausalLM(config) if args.init_from is None else load_model(args, [*fields], config)
     model.set_attn_implementation(args.attn_implementation)
     return model
+
+
+def build_config(fields: dict[str, Any]) -> LRAttnResConfig:
+    try:
+        return LRAttnResConfig(**fields)
+    except StrictDataclassError as error:
+        raise ValueError(f"`model` or `variant`: {error.__cause__ or error}") from error
 
 
 def load_model(args: TrainArguments, names: list[str], config: LRAttnResConfig) -> LRAttnResForCausalLM:
@@ -277,31 +322,44 @@ def not_finite(step: int, loss: float, grad_norm: float, checkpoints: Checkpoint
     return f"the loss is {loss} and the norm of its gradient {grad_norm} at step {step}: training stopped. {advice}."
 
 
-def export(accelerator: Accelerator, model: torch.nn.Module, args: TrainArguments, loss: float | None) -> Path:
+def export(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    args: TrainArguments,
+    loss: float | None,
+) -> Path:
     """The trained model as an ordinary folder: weights, config, code, tokenizer and where it comes from."""
     folder = Path(args.output_dir) / "model"
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     # Sharded weights are put together, by all processes, on the first one.
     weights = accelerator.get_state_dict(bare) if accelerator.is_fsdp2 else bare.state_dict()
     if accelerator.is_main_process:
-        temporary = folder.with_name(".model.partial")
+        temporary, replaced = folder.with_name(".model.partial"), folder.with_name(".model.deleted")
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
         with torch.device("meta"):
             plain = LRAttnResForCausalLM(bare.config)
-        with without_progress_bar():
-            plain.save_pretrained(temporary, state_dict=weights)
-        AutoTokenizer.from_pretrained(Path(args.data) / "tokenizer").save_pretrained(temporary)
-        evaluation = [{"dataset": Path(args.data).name, "metric": "validation loss", "value": loss}]
-        write_provenance(
-            temporary,
-            step=args.steps,
-            tokens=args.steps * args.batch_tokens,
-            recipe=args.bound(),
-            evaluation=None if loss is None else evaluation,
-        )
-        sync_to_disk(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            with without_progress_bar():
+                plain.save_pretrained(temporary, state_dict=weights)
+            tokenizer.save_pretrained(temporary)
+            evaluation = [{"dataset": Path(args.data).name, "metric": "validation loss", "value": loss}]
+            write_provenance(
+                temporary,
+                step=args.steps,
+                tokens=args.steps * args.batch_tokens,
+                recipe=args.bound(),
+                evaluation=None if loss is None else evaluation,
+            )
+            sync_to_disk(temporary)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if folder.exists():  # of this run, as was seen at its start
+            os.replace(folder, replaced)
         os.replace(temporary, folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     accelerator.wait_for_everyone()
     return folder
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import re
 import types
 import typing
@@ -101,6 +102,17 @@ class TrainArguments:
             raise ValueError(f"`clip` is {self.clip}; it must be positive (inf does not clip).")
         if self.warmup_steps > self.steps:
             raise ValueError(f"`warmup_steps` is {self.warmup_steps}, more than `steps` = {self.steps}: lower it.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"`betas` is {self.betas}; both must lie in [0, 1).")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"`seed` is {self.seed}; it must lie in 0..{2**31 - 1}.")
+        most = max(16, os.cpu_count() or 1)
+        if self.num_workers > most:
+            raise ValueError(f"`num_workers` is {self.num_workers}; on this machine it must be at most {most}.")
+        for field in dataclasses.fields(self):
+            choices, value = field.metadata["choices"], getattr(self, field.name)
+            if choices and value not in choices:
+                raise ValueError(f"`{field.name}` is {value!r}; it must be one of {', '.join(choices)}.")
         self.model_fields()
 
     def model_fields(self) -> dict[str, Any]:
@@ -150,8 +162,8 @@ def load_arguments(config: str | None = None, **flags: Any) -> TrainArguments:
         if name not in fields:
             place = f"{config}: " if name in values else ""
             raise ValueError(f"{place}the key {name!r} does not exist{_similar(name, [*fields])}.")
-    model = (values.get("model") or {}) | (flags.get("model") or {})
-    merged = values | flags | {"model": model}
+    of_file, of_flags = ({} if m is None else _convert("model", m) for m in (values.get("model"), flags.get("model")))
+    merged = values | flags | {"model": of_file | of_flags}
     return TrainArguments(**{name: _convert(name, value) for name, value in merged.items()})
 
 
@@ -187,7 +199,10 @@ class _FieldValues(argparse.Action):
             name, separator, value = item.partition("=")
             if not separator:
                 parser.error(f"{option_string}: {item!r} is not FIELD=VALUE")
-            mapping[name] = yaml.safe_load(value)
+            try:
+                mapping[name] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                parser.error(f"{option_string}: the value of {item!r} is not YAML")
         setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | mapping)
 
 
@@ -226,11 +241,13 @@ def _convert(name: str, value: Any) -> Any:
             return float(value)
         if kind is int and (isinstance(value, str) or type(value) is int):
             return int(value)
-        if typing.get_origin(kind) is tuple:
+        if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
             first, second = value
             return (float(first), float(second))
         if typing.get_origin(kind) is list and isinstance(value, (list, tuple)):
             return [str(item) for item in value]
+        if name == "mixed_precision" and value is False:  # YAML's reading of a bare `no`
+            return "no"
         if kind is str and isinstance(value, (str, Path)):
             return str(value)
         if kind in (bool, dict) and isinstance(value, kind):
@@ -238,13 +255,14 @@ def _convert(name: str, value: Any) -> Any:
     except (TypeError, ValueError):
         pass
     expected = {float: "a number", int: "a whole number", bool: "true or false", str: "text", dict: "a mapping"}
-    raise ValueError(f"`{name}` is {value!r}; expected {expected.get(kind, f'{kind}')}.")
+    expected |= {tuple: "two numbers", list: "a list of names"}
+    raise ValueError(f"`{name}` is {value!r}; expected {expected[typing.get_origin(kind) or kind]}.")
 
 
 def _kinds(hint: Any) -> tuple:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def _similar(name: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(name, known, 1)
+def _similar(name: Any, known: list[str]) -> str:
+    matches = difflib.get_close_matches(str(name), known, 1)
     return f" (did you mean {matches[0]}?)" if matches else ""

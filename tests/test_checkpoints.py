@@ -5,7 +5,7 @@ import json
 import pytest
 from accelerate import Accelerator
 
-from lr_attnres.checkpoints import CheckpointError, Checkpoints
+from lr_attnres.checkpoints import CheckpointError, Checkpoints, hold_run_folder, read_state
 
 
 @pytest.fixture
@@ -38,8 +38,9 @@ def test_leftovers_are_neither_seen_nor_kept(checkpoints):
     for name in (".step-00000002.partial", ".step-00000001.deleted"):
         (checkpoints.folder / name).mkdir()
     assert checkpoints.steps() == [1]
+    (checkpoints.folder / ".notes").mkdir()
     checkpoints.clean()
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001"]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == [".notes", "step-00000001"]
 
 
 def test_what_to_resume_from(checkpoints):
@@ -53,3 +54,42 @@ def test_what_to_resume_from(checkpoints):
     (checkpoints.path(1) / "training_state.json").write_text("{")
     with pytest.raises(CheckpointError, match="training_state.json cannot be read"):
         checkpoints.find(str(checkpoints.path(1)))
+
+
+def test_a_damaged_one_does_not_end_a_run(checkpoints):
+    pretend(checkpoints, {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 4.0})
+    (checkpoints.path(2) / "training_state.json").write_text("{")
+    checkpoints.prune(keep_last=2)
+    assert checkpoints.steps() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "3", '{"step": "1", "settings": {}, "validation_loss": null}'])
+def test_states_that_are_refused(content, checkpoints):
+    pretend(checkpoints, {1: None})
+    (checkpoints.path(1) / "training_state.json").write_text(content)
+    with pytest.raises(CheckpointError, match="training_state.json cannot be read: no usable `step`"):
+        read_state(checkpoints.path(1))
+
+
+def test_one_run_at_a_time(tmp_path):
+    """A folder is held by one run, is free after it, and is gone if the run wrote nothing."""
+    accelerator, folder = Accelerator(cpu=True), tmp_path / "run"
+    busy = pytest.raises(CheckpointError, match=f"another run is at work in {folder}")
+    with hold_run_folder(folder, accelerator), busy, hold_run_folder(folder, accelerator):
+        pass
+    assert not folder.exists()
+    with hold_run_folder(folder, accelerator):
+        (folder / "metrics.jsonl").touch()
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+    no_folder = pytest.raises(CheckpointError, match="`output_dir` is .*metrics.jsonl, which is a file")
+    with no_folder, hold_run_folder(folder / "metrics.jsonl", accelerator):
+        pass
+
+
+def test_more_processes_than_wrote_it(checkpoints, monkeypatch):
+    """Every process says so, also the one that finds its own random states."""
+    pretend(checkpoints, {1: None})
+    (checkpoints.path(1) / "random_states_0.pkl").touch()
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(CheckpointError, match="random_states_1.pkl is missing: .* of 1 processes, the run has 2"):
+        checkpoints.load(checkpoints.path(1), {})

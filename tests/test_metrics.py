@@ -1,5 +1,6 @@
 """The metrics file holds every logged step once, however often a run was stopped."""
 
+import pytest
 from accelerate import Accelerator
 
 from lr_attnres.metrics import Metrics, read_metrics
@@ -27,3 +28,11 @@ def test_resumed_files_have_no_step_twice(tmp_path):
     assert all(record["tokens_per_second"] == 200 and len(record["depth_entropy"]) == 2 for record in records)
     run(file, 0, 10, range(1, 3))
     assert [record["step"] for record in read_metrics(file)] == [2]
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1}', "[]", "{", '{"step": "two"}'])
+def test_lines_that_are_refused(line, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2: .* is not "):
+        read_metrics(file)

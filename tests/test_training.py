@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import processes
@@ -14,12 +15,18 @@ from safetensors.torch import load_file
 
 from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.batches import flatten_for_flash
-from lr_attnres.checkpoints import CheckpointError, read_state
+from lr_attnres.checkpoints import CheckpointError, Checkpoints, read_state
 from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.evaluation import evaluate_folder
 from lr_attnres.metrics import read_metrics
 from lr_attnres.model_card import read_provenance
-from lr_attnres.training import TrainingError, build_model, learning_rate_factor, train
+from lr_attnres.training import (
+    TrainingError,
+    build_model,
+    learning_rate_factor,
+    start_accelerator,
+    train,
+)
 from lr_attnres.training_arguments import TrainArguments, load_arguments
 
 
@@ -173,17 +180,26 @@ def test_loss_that_is_not_finite(token_data, tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 1
 
 
-def test_full_disk(token_data, tmp_path):
+def test_full_disk(token_data, tmp_path, monkeypatch):
     """No file may grow beyond 40 kB, as on a full disk; the checkpoint before is still good."""
-    run_here(token_data, tmp_path, steps=3)
-    shorter = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, shorter[1]))
-    try:
-        with pytest.raises(CheckpointError, match=r"step 3 cannot be written: .* Last good one: None"):
-            run_here(token_data, tmp_path / "full", steps=3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, shorter)
-    assert list((tmp_path / "full/checkpoints").iterdir()) == []
+    limit, save = resource.getrlimit(resource.RLIMIT_FSIZE), Checkpoints.save
+
+    def save_on_a_full_disk(checkpoints, step, **state):
+        if step == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limit[1]))
+        return save(checkpoints, step, **state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_on_a_full_disk)
+        try:
+            with pytest.raises(CheckpointError, match=r"step 6 cannot be written: .* Last good one: .*step-00000003"):
+                run_here(token_data, tmp_path, steps=6)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    records = run_here(token_data, tmp_path, steps=6, resume="last")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
 
 
 def test_wrong_folder_to_resume_from(token_data, tmp_path):
@@ -208,8 +224,21 @@ def test_wrong_folder_to_resume_from(token_data, tmp_path):
     state["settings"]["data"] = "0"
     (checkpoint / "training_state.json").write_text(json.dumps(state))
     refused("`data` is 0 there", resume=str(checkpoint))
+    damaged = _with_random_states(tmp_path, token_data)
+    refused("random_states_0.pkl cannot be read", resume=str(damaged))
+    (damaged / "random_states_0.pkl").unlink()
+    refused("random_states_0.pkl is missing: .* of 0 processes, the run has 1", resume=str(damaged))
     refused("cannot be read", resume=str(_with_broken(tmp_path, token_data)))
     assert not (elsewhere / "metrics.jsonl").exists()
+
+
+def _with_random_states(tmp_path: Path, token_data: Path) -> Path:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run_here(token_data, tmp_path / "random", steps=3)
+    checkpoint = tmp_path / "random/checkpoints/step-00000003"
+    content = (checkpoint / "random_states_0.pkl").read_bytes()
+    (checkpoint / "random_states_0.pkl").write_bytes(content[: len(content) // 2])
+    return checkpoint
 
 
 def _with_broken(tmp_path: Path, token_data: Path) -> Path:
@@ -219,6 +248,57 @@ def _with_broken(tmp_path: Path, token_data: Path) -> Path:
     content = (checkpoint / "optimizer.bin").read_bytes()
     (checkpoint / "optimizer.bin").write_bytes(content[: len(content) // 2])
     return checkpoint
+
+
+def test_what_stands_in_the_folder_is_not_lost(token_data, tmp_path):
+    """Neither a model of someone else nor the metrics of an earlier run; a finished run may be resumed."""
+    options = {"steps": 1, "warmup_steps": 0}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/weights").write_text("mine")
+    for resume in (None, "last"):
+        with pytest.raises(ValueError, match="model is not of this run"):
+            run_here(token_data, tmp_path, resume=resume, **options)
+    assert (tmp_path / "model/weights").read_text() == "mine"
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "model").touch()
+    with pytest.raises(ValueError, match="model is not of this run"):
+        run_here(token_data, tmp_path, **options)
+    (tmp_path / "model").unlink()
+
+    records = run_here(token_data, tmp_path, **options)
+    weights = load_file(tmp_path / "model/model.safetensors")
+    assert run_here(token_data, tmp_path, resume="last", **options) == records
+    assert torch.equal(load_file(tmp_path / "model/model.safetensors")["lm_head.weight"], weights["lm_head.weight"])
+    assert processes.leftovers(tmp_path) == []
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="metrics.jsonl is of an earlier run: go on with --resume"):
+        run_here(token_data, tmp_path, **options)
+    assert read_metrics(tmp_path / "metrics.jsonl") == records
+    with pytest.raises(ValueError, match="model is not of this run"):
+        run_here(token_data, tmp_path, resume="last", seed=1, **options)
+
+
+def test_data_without_a_tokenizer(token_data, tmp_path):
+    shutil.copytree(token_data, tmp_path / "data")
+    shutil.rmtree(tmp_path / "data/tokenizer")
+    with pytest.raises(ValueError, match="data/tokenizer cannot be loaded .*: prepare the data again"):
+        run_here(tmp_path / "data", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_be_written_leaves_nothing(token_data, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no")
+
+    monkeypatch.setattr("lr_attnres.training.write_provenance", fail)
+    with pytest.raises(OSError, match="no"):
+        run_here(token_data, tmp_path, steps=1, warmup_steps=0)
+    assert processes.leftovers(tmp_path) == [] and not (tmp_path / "model").exists()
+
+
+def test_accumulation_in_the_environment_does_not_count(token_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert start_accelerator(TrainArguments(**arguments(token_data, tmp_path))).gradient_accumulation_steps == 1
 
 
 def test_trackers_and_data_without_validation(token_data, tmp_path):
@@ -241,6 +321,8 @@ def test_batches_that_do_not_fit(token_data, tmp_path):
         run_here(token_data, tmp_path, batch_tokens=100)
     with pytest.raises(ValueError, match="`vocab_size` is 100, but the data has 257"):
         run_here(token_data, tmp_path, model={"vocab_size": 100})
+    with pytest.raises(ValueError, match="`model` or `variant`: .*vocab_size"):
+        run_here(token_data, tmp_path, model={"vocab_size": "1e9"})
     with pytest.raises(ValueError, match="`trackers` has 'abacus'"):
         run_here(token_data, tmp_path, trackers=["abacus"])
 

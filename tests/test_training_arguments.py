@@ -71,7 +71,12 @@ def test_flags_win_over_the_file(tmp_path):
         ("warmup_step: 3", "the key 'warmup_step' does not exist .did you mean warmup_steps"),
         ("steps: many", "`steps` is 'many'; expected a whole number"),
         ("compile: 1", "`compile` is 1; expected true or false"),
-        ("betas: 0.9", "`betas` is 0.9"),
+        ("betas: 0.9", "`betas` is 0.9; expected two numbers"),
+        ("betas: '09'", "`betas` is '09'; expected two numbers"),
+        ("trackers: wandb", "`trackers` is 'wandb'; expected a list of names"),
+        ("model: 3", "`model` is 3; expected a mapping"),
+        ("model: hidden", "`model` is 'hidden'; expected a mapping"),
+        ("1: 2", "the key 1 does not exist"),
         ("- a", "must hold `key: value` lines"),
         ("a: [", "is not YAML"),
     ],
@@ -90,6 +95,12 @@ def test_files_that_are_refused(content, message, tmp_path):
         ({"warmup_steps": 11}, "`warmup_steps` is 11, more than `steps` = 10"),
         ({"lr_muon": float("nan")}, "`lr_muon` is nan"),
         ({"momentum": 1.5}, "`momentum` is 1.5"),
+        ({"betas": (2.0, 3.0)}, "`betas` is .2.0, 3.0.; both must lie in"),
+        ({"betas": (float("nan"), 0.9)}, "`betas` is .nan, 0.9."),
+        ({"seed": -1}, "`seed` is -1"),
+        ({"num_workers": 100_000}, "`num_workers` is 100000; on this machine it must be at most"),
+        ({"mixed_precision": "fp16"}, "`mixed_precision` is 'fp16'; it must be one of auto, bf16, no"),
+        ({"model": {1: 2}}, "no field 1"),
         ({"clip": 0.0}, "`clip` is 0.0"),
         ({"variant": "sliced"}, "`variant` is 'sliced'; write standard"),
         ({"variant": "attnres-n8-r3"}, "`variant` is"),
@@ -102,6 +113,17 @@ def test_values_that_are_refused(changes, message):
     values = {"data": "data", "output_dir": "run", "steps": 10, "warmup_steps": 1}
     with pytest.raises(ValueError, match=message):
         TrainArguments(**values | changes).check()
+
+
+def test_a_bare_no_of_yaml(tmp_path):
+    (tmp_path / "run.yaml").write_text("mixed_precision: no\n")
+    assert load_arguments(str(tmp_path / "run.yaml")).mixed_precision == "no"
+
+
+def test_values_that_are_not_yaml(capsys):
+    with pytest.raises(SystemExit):
+        parse("--model", "hidden_size=[}")
+    assert "the value of 'hidden_size=[}' is not YAML" in capsys.readouterr().err
 
 
 def test_variants_are_fields_of_the_config():
