@@ -60,7 +60,8 @@ def cl100k_tokenizer(
 def train_tokenizer(
     documents: Iterable[str], vocab_size: int, model_max_length: int = 2048, max_documents: int = 100_000
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens, trained on the first documents; it splits words as cl100k_base does."""
+    """A byte-level BPE of `vocab_size` tokens, or fewer where the text has no more to merge, trained on the first
+    documents; it splits words as cl100k_base does."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
