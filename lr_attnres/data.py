@@ -4,21 +4,24 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import pyarrow as pa
 import torch
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .documents import Documents, open_documents
-from .tokenizer import cl100k_tokenizer, train_tokenizer
+from .tokenizer import MIN_VOCAB_SIZE, cl100k_tokenizer, train_tokenizer
 
 
 FORMAT = 1
@@ -57,38 +60,61 @@ def prepare(
     """
     sources = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     _check_options(tokenizer, train_tokenizer, sequence_length, validation_fraction, max_tokens, shard_tokens)
+    output = _checked_output(output_dir)
     documents = open_documents(sources, column, name, split)
     settings = {
         "sources": documents.describe(),
         "column": column,
-        "tokenizer": f"BPE of {train_tokenizer} tokens" if train_tokenizer else _tokenizer_name(tokenizer),
+        "tokenizer": f"BPE of {train_tokenizer} tokens" if train_tokenizer is not None else _tokenizer_name(tokenizer),
         "sequence_length": sequence_length,
         "validation_fraction": validation_fraction,
         "max_tokens": max_tokens,
         "shard_tokens": shard_tokens,
     }
-    output = Path(output_dir)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{output}.lock")  # of several processes one works, the others wait and find the result
+    if not output.exists():  # it appears at once and whole, so that a finished one needs no lock
+        with _alone_in(output):
+            if not output.exists():
+                return _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar)
+    return _verify_finished(output, settings)
+
+
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Of several processes one works, the others wait and find the result."""
     try:
-        with lock:
-            if output.exists():
-                return _verify_finished(output, settings)
-            return _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=output.parent):  # where no file can be made, a FileLock would try for ever
+            pass
+    except OSError as error:
+        raise ValueError(f"`output_dir` {output} cannot be created: {error.strerror}; choose another.") from error
+    lock = FileLock(f"{output}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        print(f"another prepare is at work in {output}: waiting until it ends ({lock.lock_file})", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is ours: afterwards it may be that of the next
+        lock.release()
 
 
 def _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar) -> dict:
     work = output.with_name(output.name + ".partial")
     _start_or_resume(work, settings)
-    if not (work / "manifest.json").exists():
-        tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, settings["validation_fraction"])
-        packer = _Packer(work, tokenizer, settings)
-        packer.restore(documents)
-        with tqdm(total=settings["max_tokens"], unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
-            packer.run(documents, bar)
-        packer.finish()
+    try:
+        if not (work / "manifest.json").exists():
+            tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, settings["validation_fraction"])
+            packer = _Packer(work, tokenizer, settings)
+            packer.restore(documents)
+            with tqdm(total=settings["max_tokens"], unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
+                packer.run(documents, bar)
+            packer.finish()
+    except Exception:
+        if not (work / "progress.npz").exists():  # nothing to go on from: the command, corrected, starts afresh
+            shutil.rmtree(work, ignore_errors=True)
+        raise
     for name in ("progress.npz", "progress.tmp", "settings.json"):
         (work / name).unlink(missing_ok=True)
     os.replace(work, output)
@@ -100,6 +126,10 @@ def _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_b
 def _check_options(tokenizer, train_tokenizer, sequence_length, validation_fraction, max_tokens, shard_tokens):
     if tokenizer is not None and train_tokenizer is not None:
         raise ValueError("`tokenizer` and `train_tokenizer` exclude each other: give one of them.")
+    if train_tokenizer is not None and train_tokenizer < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"`train_tokenizer` is {train_tokenizer}; it must be at least {MIN_VOCAB_SIZE}: all bytes and end-of-text."
+        )
     if sequence_length < 2:
         raise ValueError(f"`sequence_length` is {sequence_length}; a row needs at least 2 tokens.")
     if not 0 <= validation_fraction < 1:
@@ -110,6 +140,13 @@ def _check_options(tokenizer, train_tokenizer, sequence_length, validation_fract
         raise ValueError(
             f"`shard_tokens` is {shard_tokens}, less than one row of `sequence_length` {sequence_length}."
         )
+
+
+def _checked_output(output_dir: str | os.PathLike) -> Path:
+    output = Path(output_dir)
+    if output.name in ("", ".."):
+        raise ValueError(f"`output_dir` is {os.fspath(output_dir)!r}; it must be the name of a folder to create.")
+    return output
 
 
 class _Packer:
@@ -313,6 +350,8 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def _verify_finished(folder: Path, settings: dict) -> dict:
+    if not (folder / "manifest.json").exists():
+        raise ValueError(f"{folder} exists and holds no prepared tokens (no manifest.json): choose another folder.")
     manifest = read_manifest(folder)
     _check_same_settings(folder, manifest["settings"], settings)
     verify(folder)
@@ -349,10 +388,15 @@ def read_manifest(folder: str | os.PathLike) -> dict:
         raise ValueError(f"{folder} holds no prepared tokens (no manifest.json); {hint}.") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / 'manifest.json'} cannot be read: {error}") from error
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{folder / 'manifest.json'} is not a JSON object: prepare the folder again.")
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"{folder} has format {manifest.get('format')}, this version reads {FORMAT}: prepare it again."
         )
+    for key in ("settings", "tokenizer", "splits"):
+        if not isinstance(manifest.get(key), dict):
+            raise ValueError(f"{folder / 'manifest.json'} has no `{key}`: prepare the folder again.")
     return manifest
 
 
@@ -399,8 +443,11 @@ def _load_tokenizer(given: str | os.PathLike | PreTrainedTokenizerBase | None) -
         return cl100k_tokenizer(None if given == "cl100k_base" else given)
     try:
         return AutoTokenizer.from_pretrained(given)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer {given} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # `tokenizers` raises nothing more special
+        raise ValueError(
+            f"the tokenizer {os.fspath(given)!r} cannot be loaded; give a folder or repository with a tokenizer.json, "
+            f"or a cl100k_base.tiktoken file ({' '.join(str(error).split())})"
+        ) from error
 
 
 def _file_hash(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Documents of text files, JSONL files or a dataset of `datasets`, in a fixed order that can be resumed anywhere."""
 
+import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -11,6 +12,7 @@ from pathlib import Path
 EMBEDDED = "sotu"
 EMBEDDED_CORPUS = Path(__file__).parent / "corpora/state_of_the_union.jsonl"
 SUFFIXES = (".txt", ".jsonl")
+ENDS_BYTES = 2**16
 
 
 class Documents(ABC):
@@ -38,6 +40,8 @@ def open_documents(
     files, or of one dataset of the Hub or of a local folder (streamed: configuration `name`, `split`, `column`)."""
     if not sources:
         raise ValueError(f"`sources` is empty: give files, folders, a dataset, or {EMBEDDED!r}, the embedded text.")
+    if not all(os.fspath(source).strip() for source in sources):
+        raise ValueError("`sources` has an empty name; for the current folder give '.'.")
     files = [_files_of(source) for source in map(os.fspath, sources)]
     if all(files):
         return FileDocuments([path for paths in files for path in paths], column)
@@ -72,7 +76,10 @@ class FileDocuments(Documents):
         return [self._file, self._offset, self._line]
 
     def describe(self) -> list[dict]:
-        return [{"file": path.name, "bytes": path.stat().st_size} for path in self.paths]
+        return [
+            {"file": path.name, "bytes": path.stat().st_size, "ends_sha256": _hash_of_ends(path)}
+            for path in self.paths
+        ]
 
     def __iter__(self) -> Iterator[str]:
         while self._file < len(self.paths):
@@ -107,6 +114,14 @@ class FileDocuments(Documents):
         if not isinstance(record, dict):
             raise ValueError(f"{place} is not a JSON object.")
         return _checked_text(record, self.column, place)
+
+
+def _hash_of_ends(path: Path) -> str:
+    """Of the first and the last 64 KiB: cheap for a large file, and the same for a copy of it."""
+    with open(path, "rb") as file:
+        ends = file.read(ENDS_BYTES)
+        file.seek(max(file.tell(), path.stat().st_size - ENDS_BYTES))
+        return hashlib.sha256(ends + file.read()).hexdigest()
 
 
 class DatasetDocuments(Documents):

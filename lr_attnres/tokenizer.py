@@ -19,6 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 CL100K_VOCAB_SIZE = 100_277
 CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 END_OF_TEXT = "<|endoftext|>"
+MIN_VOCAB_SIZE = 256 + 1  # of a byte-level BPE: every byte, and the end of text
 SPECIAL_TOKENS = {
     END_OF_TEXT: 100_257,
     "<|fim_prefix|>": 100_258,
@@ -59,11 +60,12 @@ def cl100k_tokenizer(
 def train_tokenizer(
     documents: Iterable[str], vocab_size: int, model_max_length: int = 2048, max_documents: int = 100_000
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens, trained on the first documents; it splits words as cl100k_base does."""
+    """A byte-level BPE of `vocab_size` tokens, or fewer where the text has no more to merge, trained on the first
+    documents; it splits words as cl100k_base does."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= len(alphabet):
+    if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
-            f"`vocab_size` is {vocab_size}; {len(alphabet)} bytes and the end-of-text token make {len(alphabet) + 1}."
+            f"`vocab_size` is {vocab_size}; it must be at least {MIN_VOCAB_SIZE}: all bytes and end-of-text."
         )
     tokenizer = Tokenizer(models.BPE())
     _set_byte_level(tokenizer)

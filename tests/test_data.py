@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from common import byte_tokenizer, small_model
+from filelock import FileLock
 from test_documents import jsonl, source
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
@@ -36,7 +39,8 @@ def corpus(tmp_path):
 
 def prepared(corpus, folder, **options):
     settings = {"sequence_length": LENGTH, "validation_fraction": 0.2, "shard_tokens": 40 * LENGTH}
-    return prepare(corpus, folder, byte_tokenizer(), progress_bar=False, **(settings | options))
+    settings |= {"tokenizer": byte_tokenizer(), "progress_bar": False}
+    return prepare(corpus, folder, **(settings | options))
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -185,7 +189,7 @@ def test_other_settings_are_refused(corpus, tmp_path, monkeypatch):
         prepared(corpus, tmp_path / "data", sequence_length=32)
     with pytest.raises(ValueError, match="`tokenizer`"):
         prepare(corpus, tmp_path / "data", train_tokenizer=300)
-    corpus.write_text(corpus.read_text() + '{"text": "more"}\n')
+    corpus.write_text(corpus.read_text().replace("a", "b"))  # as long as before
     with pytest.raises(ValueError, match="`sources`"):
         prepared(corpus, tmp_path / "data")
 
@@ -237,6 +241,12 @@ def test_the_smallest_integers_that_hold_the_vocabulary(vocabulary, dtype, tmp_p
         ({"max_tokens": 0}, "`max_tokens` is 0"),
         ({"shard_tokens": 8}, "`shard_tokens` is 8"),
         ({"train_tokenizer": 300}, "exclude each other"),
+        ({"tokenizer": None, "train_tokenizer": 0}, "`train_tokenizer` is 0; it must be at least 257"),
+        ({"tokenizer": None, "train_tokenizer": -5}, "`train_tokenizer` is -5"),
+        ({"tokenizer": None, "train_tokenizer": 256}, "`train_tokenizer` is 256"),
+        ({"tokenizer": "nowhere/to-be-found"}, "the tokenizer 'nowhere/to-be-found' cannot be loaded"),
+        ({"column": "txt"}, "line 1 has no column 'txt'"),
+        ({"column": "txt", "tokenizer": None, "train_tokenizer": 300}, "line 1 has no column 'txt'"),
         ({"validation_fraction": 1e-9}, "too small: the validation split has 0 tokens"),
         ({"sequence_length": 10_000, "shard_tokens": 10_000}, "too small: the train split has"),
     ],
@@ -247,6 +257,77 @@ def test_bad_options_leave_nothing_behind(options, message, corpus, tmp_path):
     with pytest.raises(ValueError, match=message):
         prepared(corpus, tmp_path / "data", **options)
     assert set(tmp_path.iterdir()) == before
+    prepared(corpus, tmp_path / "data")  # the corrected command is not refused
+
+
+@pytest.mark.parametrize("batch_characters, kept", [(100, True), (10**6, False)])
+def test_errors_keep_what_can_be_resumed_and_nothing_else(batch_characters, kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BATCH_CHARACTERS", batch_characters)
+    broken = jsonl(tmp_path / "broken.jsonl", TEXTS)
+    broken.write_text(broken.read_text() + "{")
+    with pytest.raises(ValueError, match="line 201 is not JSON"):
+        prepared(broken, tmp_path / "data")
+    assert (tmp_path / "data.partial").exists() == kept
+
+
+@pytest.mark.parametrize("output_dir", ["", ".", "/", "..", "a/.."])
+def test_output_must_be_a_folder_to_create(output_dir, corpus):
+    with pytest.raises(ValueError, match="`output_dir` is '.*'; it must be the name of a folder"):
+        prepared(corpus, output_dir)
+
+
+def test_output_that_exists_is_not_prepared(corpus, tmp_path):
+    for path in (tmp_path, corpus):
+        with pytest.raises(ValueError, match=r"exists and holds no prepared tokens .*: choose another folder"):
+            prepared(corpus, path)
+
+
+def test_output_that_cannot_be_created(corpus):
+    folders = [corpus / "data"] + [Path("/proc/data")] * sys.platform.startswith("linux")
+    for folder in folders:
+        with pytest.raises(ValueError, match=f"`output_dir` {folder} cannot be created"):
+            prepared(corpus, folder)
+
+
+def test_only_the_holder_removes_the_lock(corpus, tmp_path, monkeypatch, capsys):
+    class Interrupted(FileLock):
+        def acquire(self, *arguments, blocking=True, **options):
+            if blocking:
+                raise KeyboardInterrupt
+            return super().acquire(*arguments, blocking=blocking, **options)
+
+    with FileLock(tmp_path / "data.lock"):
+        monkeypatch.setattr(data, "FileLock", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(corpus, tmp_path / "data")
+        assert f"another prepare is at work in {tmp_path / 'data'}" in capsys.readouterr().err
+        assert (tmp_path / "data.lock").exists()
+    prepared(corpus, tmp_path / "data")
+    assert not (tmp_path / "data.lock").exists()
+
+
+def test_who_waits_finds_the_result(corpus, tmp_path):
+    with ThreadPoolExecutor(3) as pool:
+        manifests = list(pool.map(lambda _: prepared(corpus, tmp_path / "data"), range(3)))
+    assert manifests[0] == manifests[1] == manifests[2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "data"]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[]", "is not a JSON object"),
+        ("{", "cannot be read"),
+        ('{"format": 0}', "has format 0"),
+        ('{"format": 1, "tokenizer": {}, "splits": {}}', "has no `settings`"),
+        ('{"format": 1, "settings": {}, "splits": {}}', "has no `tokenizer`"),
+        ('{"format": 1, "settings": {}, "tokenizer": {}, "splits": []}', "has no `splits`"),
+    ],
+)
+def test_malformed_manifests(content, message, tmp_path):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}.* {message}"):
+        PackedTokens(tmp_path)
 
 
 def test_empty_corpus(tmp_path):
@@ -260,10 +341,13 @@ def test_tokenizers_that_cannot_be_used(corpus, tmp_path):
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="has no end-of-text token: set its `eos_token`"):
         prepare(corpus, tmp_path / "data", tokenizer)
-    with pytest.raises(ValueError, match="the tokenizer nowhere/to-be-found cannot be loaded"):
-        prepare(corpus, tmp_path / "other", "nowhere/to-be-found")
-    with pytest.raises(ValueError, match="`vocab_size` is 256"):
-        prepare(corpus, tmp_path / "third", train_tokenizer=256)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty' cannot be loaded; give .* \(.* from one of: \(1\) a .*\)$"):
+        prepare(corpus, tmp_path / "other", tmp_path / "empty")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/tokenizer.json").write_text('{"model": {"type": "none"}}')
+    with pytest.raises(ValueError, match="broken' cannot be loaded"):
+        prepare(corpus, tmp_path / "third", str(tmp_path / "broken"))
 
 
 def test_command_line(corpus, tmp_path, capsys):

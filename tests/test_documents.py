@@ -1,5 +1,6 @@
 """Documents come in one fixed order, from any position, and every malformed source is refused by name."""
 
+import hashlib
 import json
 from itertools import islice
 
@@ -97,6 +98,29 @@ def test_malformed_sources(tmp_path):
         open_documents([tmp_path / "table.csv"])
     with pytest.raises(ValueError, match="`sources` is empty"):
         open_documents([])
+    with pytest.raises(ValueError, match="`sources` has an empty name"):
+        open_documents([tmp_path / "latin.txt", " "])
+
+
+def test_files_are_identified_by_name_size_and_ends(tmp_path):
+    file, content = tmp_path / "a.txt", bytearray(b"x" * 200_000)
+
+    def identity(folder=tmp_path):
+        return open_documents([folder / "a.txt"]).describe()
+
+    file.write_bytes(content)
+    before = identity()
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/a.txt").write_bytes(content)
+    assert identity(tmp_path / "copy") == before
+    for place in (0, 2**16 - 1, -(2**16), -1):
+        edited = content.copy()
+        edited[place] = ord("y")
+        file.write_bytes(edited)
+        assert identity() != before
+    for size in (0, 1, 2**16, 2**16 + 1):  # the ends meet: nothing is hashed twice or left out
+        file.write_bytes(content[:size])
+        assert identity()[0]["ends_sha256"] == hashlib.sha256(content[:size]).hexdigest()
 
 
 def test_malformed_datasets(tmp_path):

@@ -126,13 +126,16 @@ def test_ranks_that_cannot_be_had(monkeypatch, tmp_path):
 
 def test_a_small_tokenizer_is_trained_and_loses_nothing(tmp_path):
     texts = [f"The sea is {word}, the sky is blue; it's {number} o'clock.\n" for number, word in enumerate("abcdef")]
-    train_tokenizer(texts, 300).save_pretrained(tmp_path)
+    train_tokenizer(texts, 280).save_pretrained(tmp_path)
     trained = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(trained) == 300 and trained.eos_token == trained.pad_token == "<|endoftext|>"
+    assert len(trained) == 280 and trained.eos_token == trained.pad_token == "<|endoftext|>"
     unseen = "The sea — größer\t\n  than 1234567 skies 🌊"
     assert trained.decode(trained(unseen)["input_ids"]) == unseen
     assert len(trained(texts[0])["input_ids"]) < len(texts[0]) / 2
-    assert train_tokenizer(texts, 300).get_vocab() == trained.get_vocab()
+    assert train_tokenizer(texts, 280).get_vocab() == trained.get_vocab()
+    exhausted = train_tokenizer(texts, 5000)  # every word is one token: there is nothing left to merge
+    words = exhausted.backend_tokenizer.pre_tokenizer.pre_tokenize_str(texts[0])
+    assert len(exhausted) < 300 and len(exhausted(texts[0])["input_ids"]) == len(words)
     chat = trained.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
     assert chat == "user: Hello\n"
     with pytest.raises(ValueError, match="`vocab_size` is 256"):
