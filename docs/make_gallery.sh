@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains four small models on the text that comes with the package and draws the figures of docs/diagnostics.md.
-# From the root of the repository, some twenty minutes on two CPU cores: docs/make_gallery.sh [WORK_FOLDER]
+# From the root of the repository, about five minutes on two CPU cores: docs/make_gallery.sh [WORK_FOLDER]
 set -euo pipefail
 work=${1:-outputs/gallery}
 variants="standard attnres-full projected-n4-r8 sliced-n4-r8"
