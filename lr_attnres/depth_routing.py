@@ -123,7 +123,7 @@ def mix_sources(logits: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tens
     weights = logits.softmax(dim=-1)
     mix = weights[..., 0, None] * values[0].unsqueeze(-2)
     for i in range(1, len(values)):
-        # In place: a new tensor for each source costs ten times more.
+        # In place: a new tensor of this size for each source would cost more than the sum itself.
         mix.addcmul_(weights[..., i, None], values[i].unsqueeze(-2))
     return mix, logits.logsumexp(dim=-1)
 
