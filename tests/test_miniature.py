@@ -35,8 +35,8 @@ import timing  # noqa: E402
 from measure import as_analysis  # noqa: E402
 
 
-CONTINUED = ("continued-standard", "continued-projected-n8-r4")
-KEY_ROWS = ("standard", "attnres-n8", "projected-n8-r4", "sliced-n8-r8")
+CONTINUED = ("continued-standard", "continued-projected-n8-r3")
+KEY_ROWS = ("standard", "attnres-n8", "projected-n8-r3", "sliced-n8-r6")
 
 
 def test_the_sweep_is_the_paper_s_table():
@@ -46,15 +46,12 @@ def test_the_sweep_is_the_paper_s_table():
     for row in [*KEY_ROWS, *sweep.continued]:
         assert [run.seed for run in runs if run.row == row] == [0, 1, 2]
     assert {run.row for run in runs} == {*sweep.rows, *sweep.continued}
-    assert [run.name for run in runs[:4]] == [
-        f"{row}-seed0" for row in ("standard", "sliced-n8-r8", "attnres-n8", "projected-n8-r4")
-    ]
     recipes = [sweep.arguments(run, Path(), Path()).bound() for run in runs]
-    for recipe in recipes:
+    for one, recipe in zip(runs, recipes):
+        assert recipe.pop("steps") * recipe["batch_tokens"] >= (2_500_000 if one.is_continued else 5_000_000)
         for name in ("variant", "seed", "init_from"):
             del recipe[name]
         assert recipe == recipes[0]  # one for all
-    assert sweep.steps * sweep.recipe["batch_tokens"] >= 5_000_000
     positions = {run: index for index, run in enumerate(runs)}
     assert all(positions[run.baseline] < positions[run] for run in runs if run.is_continued)
 
@@ -62,12 +59,13 @@ def test_the_sweep_is_the_paper_s_table():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"rows": {"standard": "standard", "sliced-n8-r8": "sliced-n9"}}, "no row of the paper"),
+        ({"rows": {"standard": "standard", "sliced-n8-r6": "sliced-n9"}}, "no row of the paper"),
         ({"rows": {"standard": "standard", "sliced-8": "standard"}}, "`variant` is 'sliced-8'"),
         ({"order": [{"seeds": [0], "rows": ["attnres-n3"]}]}, "`order` has 'attnres-n3'"),
         ({"order": [{"seeds": [0, 0], "rows": ["standard"]}]}, "a run twice"),
         ({"recipe": {"batch_tokens": 4096, "lr_moun": 0.1}}, "did you mean lr_muon"),
         ({"tokens": 0}, "`tokens` is 0"),
+        ({"continued_fraction": 0}, "`continued_fraction` is 0"),
         ({"seeds": [0]}, "must have the keys"),
     ],
 )
@@ -109,12 +107,13 @@ def micro(tmp_path_factory) -> Path:
     recipe |= {"warmup_steps": 2, "log_steps": 1, "save_steps": 3}
     micro = {
         "tokens": 1024,
+        "continued_fraction": 0.5,
         "data": {"sequence_length": 32, "train_tokenizer": 280, "validation_fraction": 0.1},
         "recipe": recipe,
-        "rows": {"standard": "standard", "sliced-n8-r8": "sliced-n8-r64"},
-        "continued": {"continued-standard": "standard", "continued-projected-n8-r4": "projected-n8-r4"},
-        "order": [{"seeds": [0], "rows": ["standard", "sliced-n8-r8"]}]
-        + [{"seeds": [0], "rows": ["continued-standard", "continued-projected-n8-r4"]}],
+        "rows": {"standard": "standard", "sliced-n8-r6": "sliced-n8-r64"},
+        "continued": {"continued-standard": "standard", "continued-projected-n8-r3": "projected-n8-r3"},
+        "order": [{"seeds": [0], "rows": ["standard", "sliced-n8-r6"]}]
+        + [{"seeds": [0], "rows": ["continued-standard", "continued-projected-n8-r3"]}],
     }
     (folder / "sweep.yaml").write_text(yaml.safe_dump(micro))
     return folder
@@ -135,9 +134,9 @@ def micro_results(micro) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "call", call)
         options = (work, results, [str(micro / "text.jsonl")])
-        chosen = sweep.runs(["standard", "sliced-n8-r8"])
+        chosen = sweep.runs(["standard", "sliced-n8-r6"])
         failed = run.run_sweep(sweep, chosen, *options)
-        assert failed == ["sliced-n8-r8-seed0: training ended with code -9, see above."]
+        assert failed == ["sliced-n8-r6-seed0: training ended with code -9, see above."]
         assert [path.name for path in results.iterdir()] == ["standard-seed0.json"]
         with pytest.raises(SystemExit, match="143"):
             run.run_sweep(sweep, chosen, *options)
@@ -145,7 +144,7 @@ def micro_results(micro) -> Path:
         assert run.run_sweep(sweep, sweep.runs(), *options) == []
         assert run.run_sweep(sweep, sweep.runs(), *options) == []  # nothing is left to do
         assert (results / "standard-seed0.json").stat().st_mtime_ns == before
-    assert calls == ["standard-seed0"] + 3 * ["sliced-n8-r8-seed0"] + [f"{row}-seed0" for row in CONTINUED]
+    assert calls == ["standard-seed0"] + 3 * ["sliced-n8-r6-seed0"] + [f"{row}-seed0" for row in CONTINUED]
     return results
 
 
@@ -155,9 +154,10 @@ def test_a_micro_sweep(micro, micro_results):
     assert len(results) == 4 and not [*micro_results.glob(".*")]
     for name, result in results.items():
         records = read_metrics(micro / f"work/runs/{name}/metrics.jsonl")
-        assert [record["step"] for record in records] == list(range(1, 9))
-        assert result["tokens"] == 1024 and result["validation_loss"] == records[-1]["validation_loss"]
-        assert result["gradient_norm"] == pytest.approx(sum(r["grad_norm"] for r in records) / 8)
+        steps = 4 if "continued" in name else 8
+        assert [record["step"] for record in records] == list(range(1, steps + 1))
+        assert result["tokens"] == 128 * steps and result["validation_loss"] == records[-1]["validation_loss"]
+        assert result["gradient_norm"] == pytest.approx(sum(r["grad_norm"] for r in records) / steps)
         found = evaluate_folder(micro / f"work/runs/{name}/model", micro / "work/data")
         assert result["validation_loss"] == pytest.approx(found.loss, abs=1e-6)
         routed = result["variant"] != "standard"
@@ -169,7 +169,7 @@ def test_a_micro_sweep(micro, micro_results):
     ends = read_metrics(micro / "work/runs/standard-seed0/metrics.jsonl")[-1]["loss"]
     starts = [read_metrics(micro / f"work/runs/{row}-seed0/metrics.jsonl")[0]["loss"] for row in CONTINUED]
     assert starts[0] == pytest.approx(starts[1], abs=1e-5) and abs(starts[0] - ends) < 0.5
-    assert results["sliced-n8-r8-seed0"]["curve"]["tokens"][-1] == 1024
+    assert results["sliced-n8-r6-seed0"]["curve"]["tokens"][-1] == 1024
 
 
 def test_results_of_another_recipe_are_refused(micro, micro_results):
@@ -225,8 +225,8 @@ def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch)
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
     assert "3 of 4 runs of the sweep are here. Missing, and said nothing about: `continued-standard-seed0`." in text
     assert "| `continued-standard` | not run | - | - | - |" in text
-    loss = json.loads((folder / "sliced-n8-r8-seed0.json").read_text())["validation_loss"]
-    assert "| `sliced-n8-r8` | 1 | " in text and f" {loss:.4f} | " in text and "| 2.9480 | -0.0529 |" in text
+    loss = json.loads((folder / "sliced-n8-r6-seed0.json").read_text())["validation_loss"]
+    assert "| `sliced-n8-r6` | 1 | " in text and f" {loss:.4f} | " in text and "| 2.9480 | -0.0529 |" in text
     assert "one seed |" in text and "nothing here can be told from chance" in text
     drawn = {path.stem for path in (tmp_path / "miniature").iterdir()}
     assert drawn == {"loss_against_flops", "gradient_norms", "effective_sources", "depth_weights"}
@@ -239,21 +239,21 @@ def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch)
 
 def test_intervals_and_verdicts(micro_results, tmp_path):
     """Three seeds 0.1, 0.2 and 0.3 below the baseline: 4.303 * 0.1 / sqrt(3) about -0.2; one seed: their noise."""
-    result = json.loads((micro_results / "sliced-n8-r8-seed0.json").read_text())
-    losses = {"standard": [3.0, 3.1, 3.2], "sliced-n8-r8": [2.9, 2.9, 2.9], "attnres-n8": [2.9, 3.0, 3.1001]}
-    losses |= {"projected-n8-r4": [2.0], "sliced-full-r8": [2.95]}
+    result = json.loads((micro_results / "sliced-n8-r6-seed0.json").read_text())
+    losses = {"standard": [3.0, 3.1, 3.2], "sliced-n8-r6": [2.9, 2.9, 2.9], "attnres-n8": [2.9, 3.0, 3.1001]}
+    losses |= {"projected-n8-r3": [2.0], "sliced-full-r6": [2.95]}
     for row, values in losses.items():
         for seed, loss in enumerate(values):
             content = result | {"row": row, "seed": seed, "validation_loss": loss}
             (tmp_path / f"{row}-seed{seed}.json").write_text(json.dumps(content))
     results = report.Results(sweeps.load_sweep(), tmp_path)
     texts = {row: report.difference_text(results, row, "standard") for row in losses}
-    assert texts["sliced-n8-r8"] == "-0.2000 ± 0.2484"
+    assert texts["sliced-n8-r6"] == "-0.2000 ± 0.2484"
     assert results.noise() == (pytest.approx(0.5**0.5 * 0.1, rel=1e-3), 4)
-    assert texts["projected-n8-r4"] == "-1.0000 ± 0.1963"
+    assert texts["projected-n8-r3"] == "-1.0000 ± 0.1963"
     verdicts = {row: report.verdict(results, row, "standard", "validation_loss") for row in losses}
-    assert verdicts["attnres-n8"] == verdicts["projected-n8-r4"] == "reproduced"
-    assert verdicts["sliced-n8-r8"] == verdicts["sliced-full-r8"] == "not resolved"
+    assert verdicts["attnres-n8"] == verdicts["projected-n8-r3"] == "reproduced"
+    assert verdicts["sliced-n8-r6"] == verdicts["sliced-full-r6"] == "not resolved"
     assert report.verdict(results, "standard", "attnres-n8", "validation_loss") == "not reproduced"
     assert report.verdict(results, "attnres-full", "standard", "validation_loss") == "not run"
 
@@ -261,9 +261,9 @@ def test_intervals_and_verdicts(micro_results, tmp_path):
 def test_the_best_models_are_exported(micro, micro_results, tmp_path):
     sweep = sweeps.load_sweep(micro / "sweep.yaml")
     best = export.best_runs(report.Results(sweep, micro_results))
-    assert {kind: result["row"] for kind, result in best.items()} == {"standard": "standard", "sliced": "sliced-n8-r8"}
+    assert {kind: result["row"] for kind, result in best.items()} == {"standard": "standard", "sliced": "sliced-n8-r6"}
     folder = export.export(sweep, best["sliced"], micro / "work", tmp_path)
-    trained = LRAttnResForCausalLM.from_pretrained(micro / "work/runs/sliced-n8-r8-seed0/model").state_dict()
+    trained = LRAttnResForCausalLM.from_pretrained(micro / "work/runs/sliced-n8-r6-seed0/model").state_dict()
     exported = LRAttnResForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(trained[name], exported[name]) for name in trained)
     assert {"modeling_lr_attnres.py", "tokenizer.json", "README.md"} <= {path.name for path in folder.iterdir()}
@@ -274,5 +274,5 @@ def test_the_best_models_are_exported(micro, micro_results, tmp_path):
 
 def test_timing(micro):
     sweep = sweeps.load_sweep(micro / "sweep.yaml")
-    ratios = timing.measure_ratios(sweep, ["sliced-n8-r8"], repeats=1)
-    assert ratios["standard"] == 1 and ratios["sliced-n8-r8"] > 0
+    ratios = timing.measure_ratios(sweep, ["sliced-n8-r6"], repeats=1)
+    assert ratios["standard"] == 1 and ratios["sliced-n8-r6"] > 0

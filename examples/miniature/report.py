@@ -23,8 +23,8 @@ FIGURES = "miniature"  # folder beside the page
 BEGIN, END = "<!-- results: python examples/miniature/report.py -->", "<!-- end of results -->"
 # Student's t, 97.5 %, by degrees of freedom: two-sided intervals of 95 %.
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
-KEY = {"attnres": "attnres-n8", "sliced": "sliced-n8-r8", "projected": "projected-n8-r4"}
-FULL = {"attnres": "attnres-full", "sliced": "sliced-full-r8", "projected": "projected-full-r4"}
+KEY = {"attnres": "attnres-n8", "sliced": "sliced-n8-r6", "projected": "projected-n8-r3"}
+FULL = {"attnres": "attnres-full", "sliced": "sliced-full-r6", "projected": "projected-full-r3"}
 
 
 class Results:

@@ -62,7 +62,8 @@ def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
         return model
     if run.is_continued:
         prepare_start(run, work)
-    recipe = work / "recipe.yaml"
+    recipe = work / "recipes" / f"{run.name}.yaml"  # one each: another process may be training another row
+    recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(yaml.safe_dump(sweep.recipe, sort_keys=False))
     flags = ["--data", args.data, "--output-dir", args.output_dir, "--variant", args.variant]
     flags += ["--seed", str(args.seed), "--steps", str(args.steps)]

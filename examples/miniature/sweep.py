@@ -41,15 +41,16 @@ class Run:
 @dataclass(frozen=True)
 class Sweep:
     tokens: int
+    continued_fraction: float  # of these tokens, in continued runs
     data: dict[str, Any]
     recipe: dict[str, Any]
     rows: dict[str, str]  # -> the paper's row
     continued: dict[str, str]  # -> the variant that a baseline is continued as
     order: list[dict[str, list]]
 
-    @property
-    def steps(self) -> int:
-        return math.ceil(self.tokens / self.recipe["batch_tokens"])
+    def steps(self, run: Run) -> int:
+        tokens = self.tokens * (self.continued_fraction if run.is_continued else 1)
+        return math.ceil(tokens / self.recipe["batch_tokens"])
 
     def run(self, row: str, seed: int) -> Run:
         return Run(row, seed, self.continued.get(row, row), row in self.continued)
@@ -73,7 +74,7 @@ class Sweep:
             **self.recipe,
             variant=run.variant,
             seed=run.seed + CONTINUED_SEED if run.is_continued else run.seed,
-            steps=self.steps,
+            steps=self.steps(run),
             data=str(data),
             output_dir=str(run_folder(work, run)),
             init_from=str(start_folder(work, run)) if run.is_continued else None,
@@ -102,6 +103,8 @@ def load_sweep(path: Path = SWEEP, tokens: int | None = None) -> Sweep:
     sweep = Sweep(**(values | ({} if tokens is None else {"tokens": tokens})))
     if sweep.tokens < 1:
         raise ValueError(f"`tokens` is {sweep.tokens}; it must be at least 1.")
+    if not 0 < sweep.continued_fraction <= 1:
+        raise ValueError(f"`continued_fraction` is {sweep.continued_fraction}; it must lie in (0, 1].")
     if BASELINE not in sweep.rows:
         raise ValueError(f"{path}: `rows` lacks {BASELINE}, which the others are compared with.")
     for row, paper_row in sweep.rows.items():
