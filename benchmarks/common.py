@@ -17,8 +17,8 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
+from lr_attnres.depth_read import LRAttnResDepthRead
 from lr_attnres.depth_routing import naive_depth_read
-from lr_attnres.modeling_lr_attnres import LRAttnResDepthRead
 
 
 PAPER_WIDTH = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}

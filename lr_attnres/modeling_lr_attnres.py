@@ -3,7 +3,6 @@
 Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources of a site, L layers.
 """
 
-import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,24 +30,16 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .depth_routing import DepthBank, DepthSite, depth_block_ends, depth_logits, depth_merge, depth_mix, depth_rms_norm
-from .depth_routing_triton import depth_merge as triton_depth_merge
-from .depth_routing_triton import depth_merge_norm as triton_depth_merge_norm
-from .depth_routing_triton import depth_mix as triton_depth_mix
+from .depth_read import (
+    DEPTH_BACKENDS,
+    LRAttnResDepthQueries,
+    LRAttnResDepthRead,
+    default_depth_backend,
+    emit,
+    sublayer_output_size,
+)
+from .depth_routing import DepthBank, DepthSite, depth_block_ends, depth_logits
 from .depth_routing_triton import triton
-
-
-# Phase 1 of a read, phase 2, and phase 2 with the norm that follows it: the same results, see `set_depth_backend`.
-DEPTH_BACKENDS = {
-    "torch": (depth_mix, depth_merge, None),
-    "triton": (triton_depth_mix, triton_depth_merge, triton_depth_merge_norm),
-}
-
-
-def default_depth_backend(value: torch.Tensor) -> str:
-    """The kernels on a GPU, except in float64."""
-    is_for_triton = value.device.type == "cuda" and value.dtype != torch.float64 and triton is not None
-    return "triton" if is_for_triton else "torch"
 
 
 # Where the steps of a `generate` that was asked for them put their depth weights; None in all others.
@@ -80,12 +71,6 @@ class LRAttnResRMSNorm(nn.RMSNorm):
 
     def __init__(self, size: int, config: LRAttnResConfig):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
-
-
-def is_plain_norm(norm: nn.Module | None) -> bool:
-    """Whether a kernel may compute it: nobody has wrapped it, listens to it or keeps its weight elsewhere."""
-    is_hooked = norm is None or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm)
-    return type(norm) is LRAttnResRMSNorm and not is_hooked
 
 
 class LRAttnResMLP(nn.Module):
@@ -210,167 +195,6 @@ class LRAttnResAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
-
-
-def sublayer_output_size(config: LRAttnResConfig) -> int:
-    """Width of what a sub-layer emits: its value and, in `projected`, its routing key, from one GEMM."""
-    return config.hidden_size + (config.depth_key_rank if config.residual_type == "projected" else 0)
-
-
-def norms_emitted_keys(config: LRAttnResConfig) -> bool:
-    """Keys that are summed into blocks are normalised one by one first; a full source set sums nothing."""
-    has_blocks = config.num_depth_blocks is not None and config.num_depth_blocks < 2 * config.num_hidden_layers
-    return config.residual_type == "projected" and config.depth_key_norm and has_blocks
-
-
-class LRAttnResDepthQueries(nn.Module):
-    """The learned static queries of sites 1..2L, zero at first: every site then reads the mean of its sources."""
-
-    def __init__(self, config: LRAttnResConfig):
-        super().__init__()
-        self.query_norm_eps = config.rms_norm_eps if config.depth_query_norm else None
-        self.key_norm_eps = config.rms_norm_eps if config.depth_key_norm else None
-        self.logit_scale = config.depth_logit_scale
-        shape = (2 * config.num_hidden_layers, config.depth_key_rank)
-        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
-
-    def _apply(self, fn, recurse=True):
-        # In half precision small updates would round away: `model.to(torch.bfloat16)` moves the queries, no more.
-        def keep_precision(tensor):
-            moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
-
-        return super()._apply(keep_precision, recurse)
-
-    def forward(self) -> tuple[torch.Tensor, ...]:
-        """Queries [2L, R] in float32 or better and, where keys are normalised, their floor: see `depth_logits`."""
-        queries = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        if self.query_norm_eps is not None:
-            queries = depth_rms_norm(queries, self.query_norm_eps)
-        if self.key_norm_eps is None:
-            return (queries * self.logit_scale,)
-        rank = queries.shape[1]
-        floor = queries.new_full((), math.sqrt(rank * self.key_norm_eps))
-        return queries * (self.logit_scale * math.sqrt(rank)), floor
-
-
-class LRAttnResDepthRead(nn.Module):
-    """What follows sub-layer number `site`: its output is written as a source, then the site reads all its sources.
-
-    The depth state is a flat run of tensors, empty in `standard`: the queries (and the floor of the key norm); the
-    value and the logits of each completed source, oldest first; inside a block, the partial sum of the values (in
-    `projected`, and of the keys); inside a group, the mixes of its older sources for the sites to come, then their
-    log-sum-exps. It is flat because checkpointing, FSDP2 and the device hooks look at positional tensors only.
-    """
-
-    def __init__(self, config: LRAttnResConfig, site: DepthSite):
-        super().__init__()
-        self.residual_type = config.residual_type
-        self.hidden_size, self.key_rank = config.hidden_size, config.depth_key_rank
-        self.key_norm, self.eps = config.depth_key_norm, config.rms_norm_eps
-        self.num_routing = 2 if config.depth_key_norm else 1  # tensors at the head of the state: queries, floor
-        self.norm_emitted_keys = norms_emitted_keys(config)
-        self.backend: str | None = None  # by device
-        self.site = site
-        # Logits end with the last site's: where they have this site's.
-        from_last = site.index - 2 * config.num_hidden_layers - 1
-        self.here = slice(from_last, from_last + 1 or None)
-        self.here_to_group_end = slice(from_last, from_last + site.group_size or None)
-        self.scale = site.count**-config.depth_block_exponent
-        self.prior = config.depth_count_prior * math.log(site.count)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        output: torch.Tensor,
-        *depth_state: torch.Tensor | DepthBank,
-        norm: nn.Module | None = None,
-        output_depth_weights: bool | None = False,
-    ) -> tuple[torch.Tensor | DepthBank | None, ...]:
-        """-> hidden [B, T, D]; depth weights [B, T, S] if asked for; `norm` of hidden if given; *depth state."""
-        if self.residual_type == "standard":
-            hidden_states = hidden_states + output
-            return hidden_states, None, norm and norm(hidden_states)
-
-        emitted = self.emit(output)
-        if isinstance(depth_state[0], DepthBank):
-            emitted = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
-            hidden_states, weights = depth_state[0].read(self.site, emitted)
-            return hidden_states, weights, norm and norm(hidden_states), depth_state[0]
-
-        num_kept = self.num_routing + 2 * self.site.num_completed
-        routing, completed = depth_state[: self.num_routing], depth_state[self.num_routing : num_kept]
-        partial, mixes = self.add_to_partial(emitted, depth_state[num_kept:])
-        source = self.make_source(partial, *routing)
-        if self.site.closes_block:
-            completed, partial, source = [*completed, *source], (), ()
-        hidden_states, normed, mixes = self.read(completed, source, mixes, hidden_states.dtype, norm)
-        weights = self.depth_weights(completed, source) if output_depth_weights else None
-        return hidden_states, weights, normed, *routing, *completed, *partial, *mixes
-
-    def read(
-        self,
-        completed: tuple[torch.Tensor, ...],
-        source: tuple[torch.Tensor, ...],
-        mixes: tuple[torch.Tensor, ...],
-        dtype: torch.dtype,
-        norm: nn.Module | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """Values and logits of the completed sources and, inside a block, of the partial one; the mixes made by the
-        group so far -> hidden [B, T, D]; its norm; the mixes for the rest of the group."""
-        values, logits = completed[0::2], completed[1::2]
-        mix_older, merge_younger, merge_and_norm = DEPTH_BACKENDS[self.backend or default_depth_backend(values[0])]
-        if self.site.opens_group:
-            here_to_group_end = [older[..., self.here_to_group_end] for older in logits]
-            *mixes, lses = mix_older(values, torch.stack(here_to_group_end, dim=-1))
-            mixes = [*mixes, *lses.split(1, dim=-1)]
-        if self.site.num_older == 1:
-            mix, lse = values[0], logits[0][..., self.here]
-        else:
-            mix, lse = mixes[0], mixes[self.site.group_size]
-            mixes = [*mixes[1 : self.site.group_size], *mixes[self.site.group_size + 1 :]]
-        recent = zip(values[self.site.num_older :], logits[self.site.num_older :])
-        younger = [(value, its_logits[..., self.here]) for value, its_logits in recent]
-        younger = [*younger, source] if source else younger
-        if merge_and_norm is not None and is_plain_norm(norm):
-            hidden, normed = merge_and_norm(mix, lse, younger, dtype, norm.weight, norm.eps)
-        else:
-            hidden = merge_younger(mix, lse, younger, dtype)
-            normed = norm and norm(hidden)
-        return hidden, normed, mixes
-
-    def depth_weights(self, completed: list[torch.Tensor], source: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """[B, T, S], oldest source first."""
-        logits = [*(older[..., self.here] for older in completed[1::2]), *source[1:]]
-        return torch.cat(logits, dim=-1).softmax(dim=-1)
-
-    def emit(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """What a block sums: [value] or, in `projected`, [value, key]."""
-        if self.residual_type != "projected":
-            return [output]
-        value, key = output.split([self.hidden_size, self.key_rank], dim=-1)
-        key = key.contiguous()  # not a view, which would keep the value alive
-        return [value, depth_rms_norm(key, self.eps) if self.norm_emitted_keys else key]
-
-    def add_to_partial(self, emitted: list[torch.Tensor], state: tuple[torch.Tensor, ...]) -> tuple[list, tuple]:
-        """The partial sums with what was emitted now; what else is in the state."""
-        if self.site.count == 1:
-            return emitted, state
-        return [old + new for old, new in zip(state, emitted)], state[len(emitted) :]
-
-    def make_source(
-        self, partial: list[torch.Tensor], queries: torch.Tensor, floor: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Value [B, T, D] and logits [B, T, sites]: for this site alone or, at a block's end, for all from here on."""
-        value = partial[0] if self.scale == 1 else partial[0] * self.scale
-        if self.residual_type == "projected":
-            key = partial[1] if self.key_norm or self.scale == 1 else partial[1] * self.scale
-        else:
-            key = value[..., -self.key_rank :]
-        first = self.site.index - 1
-        readers = queries[first:] if self.site.closes_block else queries[first : first + 1]
-        logits = depth_logits(key, readers, floor)
-        return value, logits if self.prior == 0 else logits + self.prior
 
 
 class LRAttnResDecoderLayer(GradientCheckpointingLayer):
@@ -503,10 +327,8 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         if self.config.residual_type == "standard":
             return ()
         routing = self.depth_queries()
-        emitted = [embeddings]
-        if self.config.residual_type == "projected":
-            key = self.depth_embedding_key(embeddings)
-            emitted.append(depth_rms_norm(key, self.config.rms_norm_eps) if norms_emitted_keys(self.config) else key)
+        key = self.depth_embedding_key(embeddings) if self.config.residual_type == "projected" else None
+        emitted = emit(self.config, embeddings, key)
         if self.reads_from_bank(embeddings):
             num_sources = 1 + len(depth_block_ends(2 * self.config.num_hidden_layers, self.config.num_depth_blocks))
             return (DepthBank(torch.cat(emitted, dim=-1), self.config.hidden_size, num_sources, *routing),)

@@ -7,8 +7,9 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from common import ROUTED, random_tokens, small_model
 
+from lr_attnres.depth_read import default_depth_backend, is_plain_norm
 from lr_attnres.depth_routing import DepthBank, DepthSite, depth_block_ends, depth_merge, depth_mix, naive_depth_read
-from lr_attnres.modeling_lr_attnres import LRAttnResModel, default_depth_backend, is_plain_norm
+from lr_attnres.modeling_lr_attnres import LRAttnResModel
 
 
 def random_sources(count: int, *shape: int, sites: int) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -25,6 +25,7 @@ from lr_attnres import LRAttnResForCausalLM, LRAttnResForSequenceClassification
 
 CODE_FILES = {
     "configuration_lr_attnres.py",
+    "depth_read.py",
     "depth_routing.py",
     "depth_routing_triton.py",
     "modeling_lr_attnres.py",
