@@ -1,7 +1,6 @@
 VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin
-COMPILED_TRAINING := "sliced N=4 r=64" "projected N=4 r=32" "sliced full r=64" "attnres full"
 
 .PHONY: demo test bench lint format install clean
 
@@ -20,14 +19,14 @@ demo: install
 test: lint
 	$(RUN)/python -m pytest -n 2
 
-# Run nothing else meanwhile. A compiled row takes about a minute: here only those that a figure of the README needs.
+# Run nothing else meanwhile. Compiling takes about a minute a row: here one row; docs/performance.md has more.
 bench: install
 	$(RUN)/python benchmarks/memory.py
-	$(RUN)/python benchmarks/depth_read.py
-	$(RUN)/python benchmarks/scaling.py
-	$(RUN)/python benchmarks/train_step.py --repeats 4 --compiled-rows $(COMPILED_TRAINING)
+	$(RUN)/python benchmarks/depth_read.py --repeats 3
+	$(RUN)/python benchmarks/scaling.py --repeats 3
+	$(RUN)/python benchmarks/train_step.py --repeats 3 --compiled-rows "sliced N=8 r=64"
 	$(RUN)/python benchmarks/prefill.py --repeats 3 --modes eager
-	$(RUN)/python benchmarks/decode.py --repeats 5 --compiled-rows "sliced N=8 r=64"
+	$(RUN)/python benchmarks/decode.py --repeats 4 --compiled-rows "sliced N=8 r=64"
 
 lint: install
 	$(RUN)/ruff check .

@@ -1,7 +1,8 @@
 """What the benchmarks share: the models that are compared, the check against the naive read, timing, and the report.
 
 All rows of a benchmark run interleaved in one process; a row's time is the smallest of its repeats, and what is
-reported is the ratio to `standard`.
+reported is the ratio to `standard`. `standard` is timed twice in each round: the ratio of the two says how far the
+noise of the machine alone reaches.
 """
 
 import argparse
@@ -36,6 +37,7 @@ ROWS = {
     "attnres full, naive read": {"residual_type": "attnres", "num_depth_blocks": None},
     "Qwen3ForCausalLM": None,
 }
+CONTROL = "standard, again"
 PAPER_DEPTH_ROWS = [row for row in ROWS if "N=4" not in row]
 
 
@@ -86,12 +88,14 @@ def check_against_naive_read(rows: list[str]) -> None:
 
 
 def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """The smallest wall time of each step; one untimed round first."""
-    best = dict.fromkeys(steps, float("inf"))
+    """The smallest wall time of each step, in seconds. One untimed round first; each round begins with another step,
+    so that none always follows the same one."""
+    best, names = dict.fromkeys(steps, float("inf")), list(steps)
     for repeat in range(repeats + 1):
-        for name, step in steps.items():
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            step()
+            steps[name]()
             if repeat:
                 best[name] = min(best[name], time.perf_counter() - start)
     return best
@@ -101,16 +105,20 @@ def compare(
     make_step: Callable[[str, bool], Callable[[], None]], rows: list[str], modes: dict[str, list[str]], repeats: int
 ) -> dict[str, dict[str, float]]:
     """mode -> row -> time as a ratio to `standard`. Few models at a time keep memory small; each batch of them is
-    interleaved with its own `standard`. `modes` says which rows are timed in a mode; others are left out of it."""
+    interleaved with its own `standard`, and with that once more: of these controls the worst is kept. `modes` says
+    which rows are timed in a mode; others are left out of it."""
     columns = {}
     for mode, rows_of_mode in modes.items():
         chosen = [row for row in rows if row in rows_of_mode and row != "standard"]
-        columns[mode] = {"standard": 1.0}
+        columns[mode] = {"standard": 1.0, CONTROL: 1.0}
         for start in range(0, len(chosen), 4):
             batch = ["standard", *chosen[start : start + 4]]
             print(f"{mode}: {', '.join(batch)}", file=sys.stderr, flush=True)
-            times = interleave({row: make_step(row, mode == "compiled") for row in batch}, repeats)
-            columns[mode] |= {row: times[row] / times["standard"] for row in batch}
+            steps = {row: make_step(row, mode == "compiled") for row in batch}
+            times = interleave(steps | {CONTROL: steps["standard"]}, repeats)
+            ratios = {row: seconds / times["standard"] for row, seconds in times.items()}
+            ratios[CONTROL] = max(ratios[CONTROL], columns[mode][CONTROL], key=lambda ratio: abs(ratio - 1))
+            columns[mode] |= ratios
             torch.compiler.reset()
     return columns
 
@@ -143,7 +151,8 @@ def time_rows(name: str, make_step: Callable[..., Callable[[], None]], args: arg
     columns = compare(
         lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats
     )
-    report(name, {"layers": args.layers, "tokens": args.tokens}, columns, "of standard", args.output)
+    settings = {"layers": args.layers, "tokens": args.tokens, "repeats": args.repeats}
+    report(name, settings, columns, "of standard", args.output, baseline=None)
 
 
 def machine() -> dict[str, object]:
@@ -161,17 +170,21 @@ def report(
     columns: dict[str, dict[str, float]],
     unit: str,
     output: Path,
-    baseline: str = "standard",
+    baseline: str | None = "standard",
 ) -> None:
-    """columns: title -> row -> measurement. Prints each with its ratio to `baseline`, and writes all of it as JSON."""
+    """columns: title -> row -> measurement. Prints each, with its ratio to `baseline`; writes all of it as JSON."""
     print(f"\n{name}: {settings}\n{machine()}")
-    print(f"{'':32s}" + "".join(f"{title + ', ' + unit:>22s}{'ratio':>8s}" for title in columns))
+    ratio_title = "" if baseline is None else f"{'ratio':>8s}"
+    print(f"{'':32s}" + "".join(f"{title + ', ' + unit:>22s}{ratio_title}" for title in columns))
     for row in dict.fromkeys(row for column in columns.values() for row in column):
-        cells = (
-            f"{column[row]:22.4f}{column[row] / column[baseline]:8.3f}" if row in column else " " * 30
-            for column in columns.values()
-        )
-        print(f"{row:32s}" + "".join(cells), flush=True)
+        print(f"{row:32s}" + "".join(cell(column, row, baseline) for column in columns.values()), flush=True)
     output.mkdir(parents=True, exist_ok=True)
     content = {"benchmark": name, "settings": settings, "machine": machine(), "unit": unit, "columns": columns}
     (output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def cell(column: dict[str, float], row: str, baseline: str | None) -> str:
+    if row not in column:
+        return " " * (22 if baseline is None else 30)
+    ratio = "" if baseline is None else f"{column[row] / column[baseline]:8.3f}"
+    return f"{column[row]:22.3f}{ratio}"

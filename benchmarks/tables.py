@@ -1,0 +1,78 @@
+"""The JSON files in results/, which the other benchmarks wrote, as the Markdown tables of docs/performance.md."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+RESULTS = Path(__file__).parent / "results"
+Columns = dict[str, dict[str, float]]  # title -> row -> measurement
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def columns_of(name: str, prefix: str = "") -> Columns:
+    return {prefix + title: column for title, column in load(name)["columns"].items()}
+
+
+def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
+    rows = dict.fromkeys(row for column in columns.values() for row in column)
+    lines = [[head, *columns], ["---"] * (1 + len(columns))]
+    for row in rows:
+        lines.append([row, *(f"{column[row]:,.{digits}f}" if row in column else "-" for column in columns.values())])
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def times() -> list[str]:
+    """Whole steps, as ratios to `standard`."""
+    names = {"train_step": "training step, ", "prefill": "prefill, ", "decode": "decoding, "}
+    return table(
+        {title: column for name, prefix in names.items() for title, column in columns_of(name, prefix).items()}
+    )
+
+
+def memory() -> list[str]:
+    (saved,) = columns_of("memory").values()
+    return table({"MiB": saved, "ratio": {row: size / saved["standard"] for row, size in saved.items()}})
+
+
+def growth() -> list[str]:
+    """Training steps and the depth part alone against the number of layers."""
+    steps = {f"step, {title}, s": column for title, column in columns_of("scaling").items()}
+    rows = [*next(iter(steps.values()))]
+    parts = {
+        f"depth part, {title}, ms": {row: column[row] for row in rows}
+        for title, column in columns_of("depth_read").items()
+    }
+    return [*table(steps), "", *table(parts, digits=1)]
+
+
+def pretrained_classes() -> list[str]:
+    columns = columns_of("upgrade_speed")
+    ratios = {
+        title: {row: column[row] / column["Transformers"] for row in column} for title, column in columns.items()
+    }
+    return table(ratios, head="weights of")
+
+
+def kernels() -> list[str]:
+    """Of each read: the largest need of its kernels over both GPUs, and the bytes moved per token."""
+    lines = ["| sources | read | registers | spilled bytes | shared bytes | bytes per token | of the ideal |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, results in load("triton_report")["source_sets"].items():
+        for traffic in results["traffic"]:
+            own = [row for row in results["resources"] if row["read"] == traffic["read"]]
+            most = [max(row[need] for row in own) for need in ("registers", "spilled_bytes", "shared_bytes")]
+            cells = [name, traffic["read"], *map(str, most), f"{traffic['bytes']:,}", f"{traffic['ratio']:.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+TABLES = (times, memory, growth, pretrained_classes, kernels)
+
+
+if __name__ == "__main__":
+    for make in TABLES:
+        print("\n".join(make()), end="\n\n")
