@@ -95,6 +95,13 @@ def naive_depth_read(values: list[torch.Tensor], logits: torch.Tensor) -> torch.
     return (weights.unsqueeze(-1) * torch.stack(values, dim=-2)).sum(-2).to(values[0].dtype)
 
 
+def depth_read(values: list[torch.Tensor], logits: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What `naive_depth_read` gives, without a stack of the sources: one pass over each, forward and backward,
+    accumulated in the dtype of the logits and cast once, to `dtype` (default: that of the values)."""
+    read = DepthRead.apply if needs_grad(logits, *values) else read_sources
+    return read(dtype or values[0].dtype, logits, *values)
+
+
 def depth_mix(values: list[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
     mix, lse = DepthMix.apply(logits, *values) if needs_grad(logits, *values) else mix_sources(logits, *values)
@@ -105,13 +112,11 @@ def depth_merge(
     mix: torch.Tensor, lse: torch.Tensor, younger: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
 ) -> torch.Tensor:
     """Phase 2: a mix [B, T, D] with its log-sum-exp [B, T, 1] and Y younger sources, each a value [B, T, D] and a
-    logit [B, T, 1] -> hidden [B, T, D], accumulated in the dtype of the logits and cast once."""
+    logit [B, T, 1] -> hidden [B, T, D]. It is a read in which the mix stands for all its sources."""
     if not younger:
         return mix.contiguous().to(dtype)  # not a view, which would keep the mixes of the whole group alive
     values, logits = zip(*younger)
-    logits = torch.cat([lse, *logits], dim=-1)
-    merge = DepthMerge.apply if needs_grad(mix, logits, *values) else merge_sources
-    return merge(dtype, mix, logits, *values)
+    return depth_read([mix, *values], torch.cat([lse, *logits], dim=-1), dtype)
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
@@ -128,14 +133,14 @@ def mix_sources(logits: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tens
     return mix, logits.logsumexp(dim=-1)
 
 
-def merge_sources(dtype: torch.dtype, mix: torch.Tensor, logits: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-    """mix [B, T, D], logits [B, T, 1 + Y] with the mix's log-sum-exp first, Y values [B, T, D] -> hidden [B, T, D]."""
+def read_sources(dtype: torch.dtype, logits: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+    """logits [B, T, S], S values [B, T, D] -> hidden [B, T, D]."""
     weights = logits.softmax(dim=-1)
-    if len(values) == 1 and mix.dtype == values[0].dtype == weights.dtype:
-        return torch.lerp(mix, values[0], weights[..., 1:]).to(dtype)
-    hidden = weights[..., :1] * mix
-    for i, value in enumerate(values, start=1):
-        hidden.addcmul_(weights[..., i : i + 1], value)
+    if len(values) == 2 and values[0].dtype == values[1].dtype == weights.dtype:
+        return torch.lerp(*values, weights[..., 1:]).to(dtype)
+    hidden = weights[..., :1] * values[0]
+    for i in range(1, len(values)):
+        hidden.addcmul_(weights[..., i : i + 1], values[i])
     return hidden.to(dtype)
 
 
@@ -165,16 +170,17 @@ class DepthMix(torch.autograd.Function):
         return grad_logits, *grad_values
 
 
-class DepthMerge(torch.autograd.Function):
-    """`merge_sources`, which keeps the hidden states in place of the mix: the next norm keeps them anyway."""
+class DepthRead(torch.autograd.Function):
+    """`read_sources`, which keeps the hidden states in place of the first value: the next norm keeps them anyway, and
+    nobody then keeps a mix."""
 
     generate_vmap_rule = True
-    forward = staticmethod(merge_sources)
+    forward = staticmethod(read_sources)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, mix, logits, *values = inputs
-        ctx.mix_dtype = mix.dtype
+        _, logits, first, *values = inputs
+        ctx.first_dtype = first.dtype
         ctx.save_for_backward(logits, output, *values)
 
     @staticmethod
@@ -184,10 +190,11 @@ class DepthMerge(torch.autograd.Function):
         grad = grad.to(weights.dtype)
         dots = torch.stack([(grad * value).sum(-1) for value in values], dim=-1)
         grad_logits = weights[..., 1:] * (dots - (grad * hidden).sum(-1, keepdim=True))
+        # Logits may move together without effect: the first one's gradient is what the others leave.
         grad_logits = torch.cat([-grad_logits.sum(-1, keepdim=True), grad_logits], dim=-1)
-        grad_mix = (weights[..., :1] * grad).to(ctx.mix_dtype)
+        grad_first = (weights[..., :1] * grad).to(ctx.first_dtype)
         grad_values = [(weights[..., i : i + 1] * grad).to(value.dtype) for i, value in enumerate(values, start=1)]
-        return None, grad_mix, grad_logits, *grad_values
+        return None, grad_logits, grad_first, *grad_values
 
 
 class DepthBank:

@@ -8,7 +8,15 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from common import ROUTED, random_tokens, small_model
 
 from lr_attnres.depth_read import default_depth_backend, is_plain_norm
-from lr_attnres.depth_routing import DepthBank, DepthSite, depth_block_ends, depth_merge, depth_mix, naive_depth_read
+from lr_attnres.depth_routing import (
+    DepthBank,
+    DepthSite,
+    depth_block_ends,
+    depth_merge,
+    depth_mix,
+    depth_read,
+    naive_depth_read,
+)
 from lr_attnres.modeling_lr_attnres import LRAttnResModel
 
 
@@ -33,6 +41,16 @@ def test_two_phases_equal_the_naive_read(older, younger, sites):
     ours = torch.autograd.grad(torch.stack(fused), inputs, gradient)
     theirs = torch.autograd.grad(torch.stack(naive), inputs, gradient)
     for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("count", [2, 3, 49])
+def test_one_read_equals_the_naive_read(count):
+    values, logits = random_sources(count, 3, 63, 15, sites=1)
+    inputs, gradient = [logits, *values], torch.randn(3, 63, 15, dtype=torch.float64)
+    fused, naive = depth_read(values, logits[..., 0, :]), naive_depth_read(values, logits[..., 0, :])
+    torch.testing.assert_close(fused, naive)
+    for a, b in zip(torch.autograd.grad(fused, inputs, gradient), torch.autograd.grad(naive, inputs, gradient)):
         torch.testing.assert_close(a, b)
 
 
