@@ -1,7 +1,7 @@
 """Decoding one token with the KV cache at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from common import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
+from harness import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
 from transformers import StaticCache
 
 

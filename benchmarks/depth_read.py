@@ -5,7 +5,7 @@ the number of layers, which whole training steps (scaling.py) bury under the mat
 """
 
 import torch
-from common import PAPER_WIDTH, ROWS, build, check_against_naive_read, interleave, parser, report
+from harness import PAPER_WIDTH, ROWS, build, check_against_naive_read, interleave, parser, report
 
 from lr_attnres.depth_routing import DepthSite
 

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 import torch
-from common import machine
+from harness import machine
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 

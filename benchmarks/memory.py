@@ -1,7 +1,7 @@
 """Bytes that autograd keeps for the backward of one training step, parameters apart."""
 
 import torch
-from common import PAPER_WIDTH, build, check_against_naive_read, parser, report
+from harness import PAPER_WIDTH, build, check_against_naive_read, parser, report
 
 
 def saved_bytes(row: str, layers: int, tokens: int) -> float:

@@ -1,7 +1,7 @@
 """Prefill of a prompt without gradients at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from common import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
+from harness import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
 
 
 def prefill(row: str, layers: int, tokens: int, compiled: bool):

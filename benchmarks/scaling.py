@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from common import build, check_against_naive_read, interleave, parser, report
+from harness import build, check_against_naive_read, interleave, parser, report
 
 
 WIDTH = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}

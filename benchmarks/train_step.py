@@ -1,7 +1,7 @@
 """A whole training step (forward, backward, AdamW) of every variant, eager and compiled."""
 
 import torch
-from common import PAPER_WIDTH, build, time_rows, timing_parser
+from harness import PAPER_WIDTH, build, time_rows, timing_parser
 
 
 def training_step(row: str, layers: int, tokens: int, compiled: bool):

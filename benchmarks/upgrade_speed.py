@@ -5,7 +5,7 @@ starts.
 """
 
 import torch
-from common import PAPER_WIDTH, interleave, parser, report
+from harness import PAPER_WIDTH, interleave, parser, report
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lr_attnres.upgrade import load_upgraded

@@ -14,11 +14,11 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 WORKER = """
-import contextlib, hashlib, io, json, os, pathlib, sys
+import contextlib, hashlib, io, json, os, pathlib, sys, traceback
 from lr_attnres import clean_process, hub_upload, model_folder
 from lr_attnres.cli import main
 
-found, load = {}, clean_process.load_in_clean_process
+found, names, load = {}, {}, clean_process.load_in_clean_process
 
 def load_once(folder, dtype="auto"):
     contents = [(path.name, path.read_bytes()) for path in sorted(pathlib.Path(folder).glob("*.*"))]
@@ -35,9 +35,11 @@ for line in sys.stdin:
     os.environ.update(request["environment"])
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = main(request["arguments"])
+            code = main(request["arguments"]) if "arguments" in request else exec(request["script"], names) or 0
         except SystemExit as error:
             code = error.code
+        except Exception:
+            code = traceback.print_exc() or "traceback"
     print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
 """
 
@@ -66,14 +68,15 @@ def hub_environment(url: str, home: Path, **more: str) -> dict[str, str]:
 
 
 class CommandLine:
-    """`with CommandLine(environment) as run: run("push", ...)`"""
+    """`with CommandLine(environment) as run: run("push", ...)`; `run.script` runs Python in the same process."""
 
-    def __init__(self, environment: dict[str, str]):
+    def __init__(self, environment: dict[str, str], folder: Path | None = None):
         self.process = subprocess.Popen(
             [sys.executable, "-c", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
+            cwd=folder,
             text=True,
         )
 
@@ -85,7 +88,13 @@ class CommandLine:
         self.process.wait(timeout=30)
 
     def __call__(self, *arguments: object, **environment: str) -> Result:
-        request = {"arguments": [str(argument) for argument in arguments], "environment": environment}
+        return self._send({"arguments": [str(argument) for argument in arguments], "environment": environment})
+
+    def script(self, text: str) -> Result:
+        """Names that a script defines are there for the next one."""
+        return self._send({"script": text, "environment": {}})
+
+    def _send(self, request: dict) -> Result:
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return Result(*json.loads(self.process.stdout.readline()))

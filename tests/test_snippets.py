@@ -1,0 +1,96 @@
+"""Every command and every Python snippet of the README and of docs/ runs, in the order in which a reader meets them.
+
+Repositories that the commands name are on a Hub of the test's own: small models of the same kind.
+"""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine, hub_environment
+from common import save_text_model
+from fetched import cl100k_ranks
+from hub_server import HubServer, Repo
+from test_conversion import REFERENCES
+from test_upgrade import save_source
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+# What a test cannot run as it stands, and why that is all right.
+NOT_RUN = {
+    "make ": "`make test` is what runs this; test_quickstart runs what `make demo` does",
+    "pip install": "test_packaging.py looks at the wheel and its extras",
+    "docs/make_gallery.sh": "trains for minutes; its commands are those of the other snippets",
+    "accelerate launch": "needs several GPUs; test_training_parallel.py launches two processes",
+    "openbmb/Ultra-FineWeb": "10 billion tokens; test_documents.py streams a dataset",
+    "lr-attnres serve": "runs until it is stopped; test_serving.py",
+    "lr-attnres explore": "runs until it is stopped; test_explore.py",
+    "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
+    "python examples/plan_run.py": "test_plan_run_is_what_the_page_quotes",
+    "python benchmarks/": "takes a quiet machine",
+    "from openai import": "needs the server; test_serving.py",
+}
+# Training for as long as the README says would take minutes.
+SHORTER = {"train": ["--steps", "2"]}
+
+
+def snippets(page: Path) -> list[tuple[str, str]]:
+    """("bash", one command) or ("python", a whole block)."""
+    found = []
+    for language, text in re.findall(r"```(bash|python)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        text = text.replace("\\\n", " ")
+        parts = text.splitlines() if language == "bash" else [text]
+        found += [(language, part) for part in parts if part.strip() and not part.startswith("#")]
+    return found
+
+
+def is_run(text: str) -> bool:
+    return not any(pattern in text for pattern in NOT_RUN)
+
+
+@pytest.fixture
+def reader(tmp_path):
+    """The command line of someone who reads the pages in a folder of their own."""
+    with HubServer() as hub:
+        save_source(tmp_path / "qwen", "qwen3")
+        released = {"final_model.pt": hub.store((REFERENCES / "plr_block3_r8.pt").read_bytes(), lfs=True)}
+        pretrained = {path.name: hub.store(path.read_bytes(), lfs=True) for path in (tmp_path / "qwen").iterdir()}
+        for name, files in {"Jonnester/LR-AttnRes-LR-n8-r32": released, "Qwen/Qwen3-0.6B": pretrained}.items():
+            hub.repos["model", name] = Repo()
+            hub.repos["model", name].commit("main", files)
+        hub.users["hf_owner"] = ("owner", True)
+        environment = hub_environment(hub.url, tmp_path / "hf_home", HF_TOKEN="hf_owner")
+        environment["TIKTOKEN_CACHE_DIR"] = str(cl100k_ranks().parent)
+        folder = tmp_path / "reader"
+        folder.mkdir()
+        with CommandLine(environment, folder) as run:
+            yield run, folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_snippet_runs(page, reader):
+    run, folder = reader
+    if page.stem != "README":  # which begins with nothing; the other pages take a model and a text for granted
+        for name in ("model", "a", "b", "c"):
+            save_text_model(folder / "outputs" / name)
+        shutil.copytree(folder / "outputs/model", folder / "outputs/run/model")
+        (folder / "book.txt").write_text("It was the best of times, it was the worst of times. " * 200)
+    for language, text in snippets(page):
+        if not is_run(text):
+            continue
+        if language == "python":
+            result = run.script(text)
+        else:
+            program, command, *arguments = shlex.split(text, comments=True)
+            assert program == "lr-attnres", f"{text!r} is neither run nor explained by NOT_RUN"
+            result = run(command, *arguments, *SHORTER.get(command, []), HF_TOKEN="hf_owner")
+        assert result.code == 0, f"{text}\n{result.err}"
+
+
+def test_what_is_not_run_is_there():
+    """A pattern that no page has any more is removed."""
+    texts = [text for page in PAGES for _, text in snippets(page)]
+    assert [pattern for pattern in NOT_RUN if not any(pattern in text for text in texts)] == []
