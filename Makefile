@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin
 
-.PHONY: demo test bench lint format install clean
+.PHONY: demo test test-versions bench lint format install clean
 
 install: $(VENV)/.installed
 
