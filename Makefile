@@ -19,6 +19,10 @@ demo: install
 test: lint
 	$(RUN)/python -m pytest -n 2
 
+# Makes two environments, with a torch each, in outputs/versions.
+test-versions: install
+	$(RUN)/python tests/versions.py oldest newest
+
 # Run nothing else meanwhile. Compiling takes about a minute a row: here one row; docs/performance.md has more.
 bench: install
 	$(RUN)/python benchmarks/memory.py
