@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from email import message_from_string
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -66,7 +66,7 @@ def test_the_sdist_has_no_half_of_the_tests(wheel):
 
 def test_every_extra_that_is_named_exists(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    provided = set(message_from_string(wheel.read(name).decode()).get_all("Provides-Extra"))
+    provided = set(message_from_bytes(wheel.read(name)).get_all("Provides-Extra"))
     named = set()
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md")]
     for path in [*pages, *(ROOT / "lr_attnres").glob("*.py"), *(ROOT / "examples").rglob("*.py")]:

@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import venv
-from importlib.metadata import requires
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 
@@ -33,8 +34,8 @@ COMMANDS = (
 
 
 def main(names: list[str]) -> None:
-    pins = {name: {"oldest": lower_bounds, "newest": list}[name]() for name in names}
     wheel = build_wheel()
+    pins = {"oldest": lower_bounds(wheel), "newest": []}
     for name in names:
         install(OUTPUT / name, wheel, pins[name])
         run_commands(OUTPUT / name)
@@ -50,10 +51,13 @@ def build_wheel() -> Path:
     return wheel
 
 
-def lower_bounds() -> list[str]:
+def lower_bounds(wheel: Path) -> list[str]:
     """`name==version` for every lower bound of the package and of `EXTRAS`, but that of torch."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        requirements = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist")
     pins = []
-    for requirement in requires("lr-attnres"):
+    for requirement in requirements:
         extra = re.search(r'extra == "(\w+)"', requirement)
         if (extra is None or extra[1] in EXTRAS) and not requirement.startswith("torch"):
             pins.append("{}=={}".format(*re.match(r"([\w-]+).*?>=([\d.]+)", requirement).groups()))
