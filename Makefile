@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin
 
-.PHONY: demo test bench lint format install clean
+.PHONY: demo test test-versions bench lint format install clean
 
 install: $(VENV)/.installed
 
@@ -18,6 +18,10 @@ demo: install
 
 test: lint
 	$(RUN)/python -m pytest -n 2
+
+# Makes two environments, with a torch each, in outputs/versions.
+test-versions: install
+	$(RUN)/python tests/versions.py oldest newest
 
 # Run nothing else meanwhile. Compiling takes about a minute a row: here one row; docs/performance.md has more.
 bench: install

@@ -7,14 +7,23 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").read_text()).group(1)
 TOKENIZER = ["tiktoken>=0.14"]
-SERVE = ["accelerate>=1.15", "fastapi", "openai>=2", "pydantic>=2", "rich", "starlette", "uvicorn"]
-EVAL = ["lm_eval>=0.4.13", "datasets>=5.2"]
+HUB = TOKENIZER  # `convert` writes it; `push` needs nothing beyond huggingface_hub
+SERVE = ["transformers[serving]"]
+EVAL = ["lm_eval[hf]>=0.4.13", "datasets>=5.2"]
 ANALYSIS = ["matplotlib>=3.10", "datasets>=5.2"]
 EXPLORE = ["matplotlib>=3.10", "gradio>=6.31,<7"]
 TRAIN = ["accelerate>=1.15", "datasets>=5.2"]
 FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16"]
 BROWSER = ["playwright>=1.60"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "peft>=0.21", "optimum-quanto>=0.2.7", "tensorboard>=2.20", *BROWSER]
+TEST = [
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "peft>=0.21",
+    "optimum-quanto>=0.2.7",
+    "setuptools>=77",
+    "tensorboard>=2.20",
+    *BROWSER,
+]
 
 setup(
     name="lr-attnres",
@@ -22,22 +31,23 @@ setup(
     description="Low-Rank Attention Residuals: depth-routed decoders as a Hugging Face Transformers model",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     packages=find_packages(include=["lr_attnres", "lr_attnres.*"]),
-    package_data={"lr_attnres": ["corpora/*", "presets/*.yaml"]},
+    package_data={"lr_attnres": ["corpora/*", "presets/*.yaml", "py.typed"]},
     entry_points={"console_scripts": ["lr-attnres = lr_attnres.cli:main"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13",
-        "transformers>=5.22,<6",
+        "transformers>=5.21,<6",
         "huggingface_hub>=2.4",
-        "safetensors>=0.5",
+        "safetensors>=0.8",
     ],
     extras_require={
         "train": TRAIN,
         "finetune": FINETUNE,
         "peft": ["peft>=0.21"],
         "tokenizer": TOKENIZER,
+        "hub": HUB,
         "serve": SERVE,
         "eval": EVAL,
         "analysis": ANALYSIS,
@@ -55,8 +65,9 @@ setup(
         ],
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
-        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

@@ -71,7 +71,8 @@ def _prepare(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--split", default="train", help="of a dataset (default: %(default)s)")
 
     def run(output_dir, **options):
-        from .data import prepare
+        with _extra("train"):
+            from .data import prepare
 
         manifest = prepare(output_dir=output_dir, **options)
         for split, counts in manifest["splits"].items():
@@ -182,9 +183,10 @@ def _train(parser: argparse.ArgumentParser) -> Callable:
     add_flags(parser)
 
     def run(config, **flags):
-        from accelerate import PartialState
+        with _extra("train"):
+            from accelerate import PartialState
 
-        from .training import train
+            from .training import train
         from .training_arguments import load_arguments
 
         folder = train(load_arguments(config, **flags))
@@ -201,9 +203,10 @@ def _evaluate(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
 
     def run(split, **options):
-        from accelerate import PartialState
+        with _extra("train"):
+            from accelerate import PartialState
 
-        from .evaluation import evaluate_folder
+            from .evaluation import evaluate_folder
 
         result = evaluate_folder(split=split, **options)
         text = f"{split} loss {result.loss:.6f}, perplexity {result.perplexity:.3f}, {result.tokens:,} tokens"

@@ -23,7 +23,7 @@ def serve(
     `cb_max_batch_tokens` bound it.
     """
     if not is_serve_available():
-        raise ImportError("serving needs fastapi, uvicorn and openai: pip install lr-attnres[serve]")
+        raise ImportError("serving needs fastapi, uvicorn and openai: pip install 'lr-attnres[serve]'")
     from transformers.cli.serve import Serve
 
     # The server looks architectures up by name in `transformers`.

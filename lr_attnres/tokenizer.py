@@ -128,7 +128,7 @@ def _ranks_from_tiktoken() -> dict[bytes, int]:
         from tiktoken_ext.openai_public import cl100k_base
     except ImportError as error:
         raise TokenizerError(
-            "the cl100k_base ranks need tiktoken (`pip install lr-attnres[tokenizer]`) or a cl100k_base.tiktoken file."
+            "the cl100k_base ranks need tiktoken (pip install 'lr-attnres[tokenizer]') or a cl100k_base.tiktoken file."
         ) from error
     try:
         return cl100k_base()["mergeable_ranks"]

@@ -36,17 +36,19 @@ def test_help_shows_an_example_that_parses(name, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command, package, extra",
+    "command, module, package, extra",
     [
-        ("analyze model --data sotu --output out", "matplotlib", "analysis"),
-        ("cost --paper --figure out.png", "matplotlib", "analysis"),
-        ("explore model", "gradio", "explore"),
+        ("prepare sotu out", "data", "pyarrow", "train"),
+        ("train tiny --data data --output-dir out", "training", "accelerate", "train"),
+        ("evaluate model data", "evaluation", "accelerate", "train"),
+        ("analyze model --data sotu --output out", "plots", "matplotlib", "analysis"),
+        ("cost --paper --figure out.png", "plots", "matplotlib", "analysis"),
+        ("explore model", "explore", "gradio", "explore"),
     ],
 )
-def test_a_missing_package_is_named_with_its_extra(command, package, extra, capsys, monkeypatch):
+def test_a_missing_package_is_named_with_its_extra(command, module, package, extra, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    for module in ("plots", "explore"):
-        monkeypatch.delitem(sys.modules, f"lr_attnres.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, f"lr_attnres.{module}", raising=False)
     assert cli.main(command.split()) == 1
     assert capsys.readouterr().err == f"Error: {package} is not installed: pip install 'lr-attnres[{extra}]'\n"
 
