@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from common import byte_tokenizer, small_model
+from common import ONE_OF_EACH, byte_tokenizer, small_model
 from test_documents import jsonl
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -31,9 +31,11 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def trainer_of(data, folder, chunked=True, callbacks=None, optimizer=True, **options) -> Trainer:
+def trainer_of(
+    data, folder, variant="sliced_block", chunked=True, callbacks=None, optimizer=True, **options
+) -> Trainer:
     torch.manual_seed(0)
-    model = small_model(vocab_size=257, num_hidden_layers=2).train()
+    model = small_model(variant, vocab_size=257, num_hidden_layers=2).train()
     if chunked:
         use_chunked_loss(model, chunk_size=40)
     settings = {"max_steps": 6, "save_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4}
@@ -65,17 +67,15 @@ def test_resumed_is_uninterrupted(data, tmp_path):
     assert state["global_step"] == 6
 
 
-def test_every_parameter_changes_and_groups_follow_the_schedule(data, tmp_path):
-    trainer = trainer_of(data, tmp_path, lr_scheduler_type="linear")
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_every_parameter_changes_and_groups_follow_the_schedule(variant, data, tmp_path):
+    trainer = trainer_of(data, tmp_path, variant, lr_scheduler_type="linear")
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     for name, parameter in trainer.model.named_parameters():
         assert not torch.equal(parameter, before[name]), name
-    assert {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups} == {
-        "muon": 1e-2,
-        "adamw": 3e-4,
-        "queries": 3e-4,
-    }
+    rates = {"muon": 1e-2, "adamw": 3e-4} | ({} if variant == "standard" else {"queries": 3e-4})
+    assert {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups} == rates
     assert all(group["lr"] == 0 for group in trainer.optimizer.param_groups)
 
 
