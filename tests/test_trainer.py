@@ -1,12 +1,14 @@
-"""Transformers' Trainer on packed rows, with the chunked loss and Muon + AdamW: resumed is uninterrupted."""
+"""Trainer on packed rows, with the chunked loss and Muon + AdamW: resumed is uninterrupted. TRL's SFT."""
 
 import json
 
 import pytest
 import torch
 from common import ONE_OF_EACH, byte_tokenizer, small_model
+from datasets import Dataset
 from test_documents import jsonl
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.documents import open_documents
@@ -87,3 +89,20 @@ def test_chunked_and_plain_loss_train_alike(data, tmp_path):
         trainer.train()
     assert logged_losses(chunked) == pytest.approx(logged_losses(plain), rel=1e-4)
     assert chunked.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_sft_changes_every_parameter(variant, tmp_path):
+    model = small_model(variant, vocab_size=257, num_hidden_layers=2).train()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    question, answer = ([{"role": role, "content": role}] for role in ("user", "assistant"))
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(tmp_path, max_steps=2, logging_steps=1, bf16=False, report_to="none", disable_tqdm=True),
+        train_dataset=Dataset.from_list([{"prompt": question, "completion": answer}] * 4),
+        processing_class=byte_tokenizer(),
+    )
+    trainer.train()
+    assert len(logged_losses(trainer)) == 2
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
