@@ -121,7 +121,7 @@ class LRAttnResDepthRead(nn.Module):
         emitted = emit(self.config, *self.split(output))
         if isinstance(depth_state[0], DepthBank):
             emitted = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
-            hidden_states, weights = depth_state[0].read(self.site, emitted)
+            hidden_states, weights = depth_state[0].read(self.site, emitted, hidden_states.dtype)
             return hidden_states, weights, norm and norm(hidden_states), depth_state[0]
 
         num_kept = self.num_routing + 2 * self.site.num_completed

@@ -251,7 +251,7 @@ class DepthBank:
         self.site_logits = self.logits[:, sites, : n + 1].split(1, dim=1)
         self.own_logits = self.logits[:, sites, n].split(1, dim=1)
 
-    def read(self, site: DepthSite, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, site: DepthSite, emitted: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """What sub-layer `site` emitted, [B, 1, D or D + R] -> hidden [B, 1, D], depth weights [B, 1, S]."""
         n, here = site.num_completed, site.count - 1
         if self.opened != n:
@@ -267,7 +267,7 @@ class DepthBank:
             self.write_logits(self.keys[n], self.site_queries[here], self.own_logits[here])
         weights = self.site_logits[here].softmax(dim=-1)
         hidden = torch.bmm(weights, self.values)
-        return hidden if hidden.dtype == emitted.dtype else hidden.to(emitted.dtype), weights
+        return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
     def write_logits(self, key: torch.Tensor, queries: torch.Tensor, logits: torch.Tensor) -> None:
         """key [B, R], queries [R, sites] -> logits [B, sites]; both with one more coordinate if there is a floor."""

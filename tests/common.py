@@ -26,6 +26,7 @@ VARIANTS = {
     },
 }
 ROUTED = [name for name in VARIANTS if name != "standard"]
+ONE_OF_EACH = ["standard", "attnres_full", "projected_block", "sliced_block"]  # where a test takes its time
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from common import ROUTED, random_tokens, small_model
+from common import ROUTED, random_tokens, small_config, small_model
 
+from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.depth_read import default_depth_backend, is_plain_norm
 from lr_attnres.depth_routing import (
     DepthBank,
@@ -173,6 +174,20 @@ def test_one_token_reads_from_the_bank(variant, switches, monkeypatch):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", ROUTED)
+@torch.no_grad()
+def test_the_bank_in_half_precision(variant, dtype):
+    """Keys that are normalised before they are summed are float32, but what a site reads has the model's dtype."""
+    model, token = LRAttnResForCausalLM(small_config(variant)), random_tokens(3, 1)
+    model.model.depth_queries.weight.normal_(std=0.3)
+    expected = model(token).logits
+    logits = model.to(dtype)(token).logits
+    assert logits.dtype == dtype
+    error = (logits.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < 18 * (2**-9 if dtype == torch.bfloat16 else 2**-12)  # see test_half_precision_is_finite_and_close
+
+
 @torch.no_grad()
 def test_when_the_bank_is_used():
     model = small_model()
@@ -195,8 +210,8 @@ def test_a_bank_moves_as_a_whole():
     assert bank.to("cpu") is bank.to(torch.device("cpu"), non_blocking=True) is bank
     for output, site in zip(emitted[1:], DepthSite.schedule(3, 2)):
         moved = bank.to("meta")
-        expected, _ = bank.read(site, output)
-        hidden, _ = moved.read(site, output.to("meta"))
+        expected, _ = bank.read(site, output, output.dtype)
+        hidden, _ = moved.read(site, output.to("meta"), output.dtype)
         assert hidden.is_meta and hidden.shape == expected.shape
 
 

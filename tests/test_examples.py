@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from common import BYTE_VOCAB_SIZE, byte_tokenizer, save_text_model
+from common import BYTE_VOCAB_SIZE, VARIANTS, byte_tokenizer, save_text_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lr_attnres import LRAttnResForCausalLM
@@ -117,11 +117,18 @@ def test_plan_run_is_what_the_page_quotes(monkeypatch):
         assert plan_run.parameters(config) == (model.num_parameters(), muon)
 
 
-@pytest.mark.parametrize("variant", ["projected_block", "attnres_full"])
-def test_vllm_backend(variant, tmp_path):
-    save_text_model(tmp_path, variant)
-    lines = run_example("vllm_backend.py", tmp_path).splitlines()
+def test_vllm_backend():
+    lines = run_example("vllm_backend.py").splitlines()
     assert len(lines) == 7 and all(line.startswith("yes  ") for line in lines[:-1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_requirements_of_vllm(variant, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from vllm_backend import check
+
+    save_text_model(tmp_path, variant)
+    assert {condition for condition, holds in check(str(tmp_path)).items() if not holds} == set()
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import ROUTED, VARIANTS, random_tokens, small_model
+from common import ONE_OF_EACH, ROUTED, VARIANTS, random_tokens, small_model
 from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
 
@@ -47,6 +47,7 @@ def test_left_padded_batch_generates_what_each_row_generates_alone(variant):
     [
         {"cache_implementation": "static", "disable_compile": True},
         {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 2},
         {"num_beams": 1, "prefill_chunk_size": 3},
     ],
     ids=str,
@@ -57,8 +58,9 @@ def test_decoding_modes_that_must_equal_greedy(variant, options):
     assert torch.equal(model.generate(input_ids, **GREEDY, **options), model.generate(input_ids, **GREEDY))
 
 
-def test_assisted_decoding_equals_greedy():
-    model, input_ids = small_model("sliced_block").double(), random_tokens(1, 7)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_assisted_decoding_equals_greedy(variant):
+    model, input_ids = small_model(variant).double(), random_tokens(1, 7)
     for draft in (small_model("standard").double(), small_model("projected_full").double()):
         assert torch.equal(
             model.generate(input_ids, assistant_model=draft, **GREEDY), model.generate(input_ids, **GREEDY)
@@ -77,9 +79,11 @@ def test_beam_search_finds_the_best_pair_of_tokens(variant):
     assert tuple(model.generate(input_ids, **options)[0, -2:].tolist()) == best
 
 
-def test_sampling_follows_the_seed():
-    model, input_ids = small_model(), random_tokens(2, 5)
-    options = GREEDY | {"do_sample": True, "top_k": 20, "temperature": 2.0}
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sampling_follows_the_seed(variant, num_beams):
+    model, input_ids = small_model(variant), random_tokens(2, 5)
+    options = GREEDY | {"do_sample": True, "top_k": 20, "temperature": 2.0, "num_beams": num_beams}
     samples = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -97,8 +101,9 @@ def test_explicit_static_cache():
     torch.testing.assert_close(torch.cat([first, *rest], dim=1), expected)
 
 
-def test_quantized_cache():
-    model, input_ids = small_model(head_dim=16), random_tokens(1, 20)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_quantized_cache(variant):
+    model, input_ids = small_model(variant, head_dim=16), random_tokens(1, 20)
     options = {"backend": "quanto", "nbits": 4, "residual_length": 8, "q_group_size": 16}
     tokens = model.generate(input_ids, cache_implementation="quantized", cache_config=options, **GREEDY)
     # The prompt attends to itself before it is quantized, so the first new token is exact.
@@ -106,9 +111,10 @@ def test_quantized_cache():
     assert torch.equal(tokens[:, :21], model.generate(input_ids, **GREEDY)[:, :21])
 
 
-def test_static_cache_decodes_compiled():
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_static_cache_decodes_compiled(variant):
     torch.compiler.reset()
-    model, input_ids = small_model(num_hidden_layers=2), random_tokens(1, 7)
+    model, input_ids = small_model(variant, num_hidden_layers=2), random_tokens(1, 7)
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache = StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
@@ -118,7 +124,7 @@ def test_static_cache_decodes_compiled():
     torch.testing.assert_close(logits[:, -1], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["standard", "projected_full", "sliced_block"])
+@pytest.mark.parametrize("variant", ["standard", "attnres_block", "projected_full", "sliced_block"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_continuous_batching_equals_greedy(variant, implementation):
     model = small_model(variant, attn_implementation=implementation)

@@ -432,7 +432,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("variant", ["sliced_block", "projected_full"])
+@pytest.mark.parametrize("variant", ["standard", "attnres_block", "projected_full", "sliced_block"])
 def test_compiles_without_graph_breaks(variant, fresh_compiler):
     model, input_ids = small_model(variant, num_hidden_layers=2), random_tokens(2, 11)
     expected, weights = model(input_ids).logits, model(input_ids, output_depth_weights=True).depth_weights
@@ -458,9 +458,27 @@ def test_compiles_for_inference_without_graph_breaks(variant, fresh_compiler):
     torch.testing.assert_close(compiled(input_ids).logits, expected, **FLOAT32)
 
 
-@pytest.mark.parametrize("variant", ["sliced_block", "projected_full"])
+@pytest.mark.parametrize("variant", ["standard", "sliced_block"])
+def test_layers_compiled_one_by_one(variant, fresh_compiler):
+    """One graph serves every layer of `standard`. Routed layers have a graph each, until the compiler gives up."""
+    model, input_ids = small_model(variant, num_hidden_layers=3), random_tokens(2, 11)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        if variant == "standard":
+            model(input_ids, use_cache=False)
+        else:
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                model(input_ids, use_cache=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_exports(variant):
-    model, input_ids = small_model(variant, num_hidden_layers=2), random_tokens(2, 11)
-    program = torch.export.export(model, (), {"input_ids": input_ids, "use_cache": False}, strict=False)
-    exported = program.module()(input_ids=input_ids, use_cache=False)
-    torch.testing.assert_close(exported.logits, model(input_ids).logits, **FLOAT32)
+    """For any number of rows and tokens."""
+    model, other = small_model(variant, num_hidden_layers=2), random_tokens(3, 6)
+    shapes = {"input_ids": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}, "use_cache": None}
+    inputs = {"input_ids": random_tokens(2, 11), "use_cache": False}
+    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
+    exported = program.module()(input_ids=other, use_cache=False)
+    torch.testing.assert_close(exported.logits, model(other).logits, **FLOAT32)

@@ -1,4 +1,4 @@
-"""Two processes on gloo: tensor parallelism and FSDP2, by the plans of the model, equal one process."""
+"""Two processes on gloo: tensor parallelism and FSDP2, by the plans of the model, and DDP equal one process."""
 
 import socket
 import sys
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from common import VARIANTS as COMMON_VARIANTS
 from common import random_tokens, small_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -92,6 +93,28 @@ def fully_sharded(folders, input_ids):
         check_against_one_process(folder, torch.float32, input_ids, fsdp_size=2)
         if folder.name != "standard":
             check_against_one_process(folder, torch.bfloat16, input_ids, fsdp_size=2)
+
+
+def test_ddp(folders, monkeypatch):
+    run_on_two(data_parallel, folders, random_tokens(2, 9), monkeypatch=monkeypatch)
+
+
+def data_parallel(folders, input_ids):
+    """Each process has one of two rows; both end with the gradients of the batch."""
+    for folder in folders:
+        reference = LRAttnResForCausalLM.from_pretrained(folder)
+        reference(input_ids, labels=input_ids).loss.backward()
+        model = DistributedDataParallel(LRAttnResForCausalLM.from_pretrained(folder))
+        row = input_ids[dist.get_rank()][None]
+        model(input_ids=row, labels=row).loss.backward()
+        for ours, expected in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(ours.grad, expected.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("variant", COMMON_VARIANTS)
+def test_no_plan_for_pipeline_parallelism(variant):
+    """Its stages pass on one tensor; a model that needs all sources must not claim to fit."""
+    assert not small_model(variant).supports_pp_plan
 
 
 def test_chunked_loss(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import VARIANTS, random_tokens, small_model
+from common import ROUTED, VARIANTS, random_tokens, small_model
 from peft import LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 
 
@@ -35,11 +35,12 @@ def test_lora_on_all_linears(variant, tmp_path):
     torch.testing.assert_close(merged(input_ids).logits, trained, atol=1e-4, rtol=1e-4)
 
 
-def test_queries_train_and_save_beside_an_adapter(tmp_path):
+@pytest.mark.parametrize("variant", ROUTED)
+def test_queries_train_and_save_beside_an_adapter(variant, tmp_path):
     input_ids = random_tokens(2, 9)
     torch.manual_seed(0)
     model = get_peft_model(
-        small_model(),
+        small_model(variant),
         LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules="all-linear", modules_to_save=["depth_queries"]),
     )
     queries = model.base_model.model.model.depth_queries
@@ -49,7 +50,7 @@ def test_queries_train_and_save_beside_an_adapter(tmp_path):
     trained = model.eval()(input_ids=input_ids).logits
     model.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    reloaded = PeftModel.from_pretrained(small_model(), tmp_path).eval()
+    reloaded = PeftModel.from_pretrained(small_model(variant), tmp_path).eval()
     torch.testing.assert_close(reloaded(input_ids=input_ids).logits, trained)
 
 

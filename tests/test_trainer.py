@@ -1,12 +1,14 @@
-"""Transformers' Trainer on packed rows, with the chunked loss and Muon + AdamW: resumed is uninterrupted."""
+"""Trainer on packed rows, with the chunked loss and Muon + AdamW: resumed is uninterrupted. TRL's SFT."""
 
 import json
 
 import pytest
 import torch
-from common import byte_tokenizer, small_model
+from common import ONE_OF_EACH, byte_tokenizer, small_model
+from datasets import Dataset
 from test_documents import jsonl
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.documents import open_documents
@@ -31,9 +33,11 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def trainer_of(data, folder, chunked=True, callbacks=None, optimizer=True, **options) -> Trainer:
+def trainer_of(
+    data, folder, variant="sliced_block", chunked=True, callbacks=None, optimizer=True, **options
+) -> Trainer:
     torch.manual_seed(0)
-    model = small_model(vocab_size=257, num_hidden_layers=2).train()
+    model = small_model(variant, vocab_size=257, num_hidden_layers=2).train()
     if chunked:
         use_chunked_loss(model, chunk_size=40)
     settings = {"max_steps": 6, "save_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4}
@@ -65,17 +69,15 @@ def test_resumed_is_uninterrupted(data, tmp_path):
     assert state["global_step"] == 6
 
 
-def test_every_parameter_changes_and_groups_follow_the_schedule(data, tmp_path):
-    trainer = trainer_of(data, tmp_path, lr_scheduler_type="linear")
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_every_parameter_changes_and_groups_follow_the_schedule(variant, data, tmp_path):
+    trainer = trainer_of(data, tmp_path, variant, lr_scheduler_type="linear")
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     for name, parameter in trainer.model.named_parameters():
         assert not torch.equal(parameter, before[name]), name
-    assert {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups} == {
-        "muon": 1e-2,
-        "adamw": 3e-4,
-        "queries": 3e-4,
-    }
+    rates = {"muon": 1e-2, "adamw": 3e-4} | ({} if variant == "standard" else {"queries": 3e-4})
+    assert {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups} == rates
     assert all(group["lr"] == 0 for group in trainer.optimizer.param_groups)
 
 
@@ -87,3 +89,20 @@ def test_chunked_and_plain_loss_train_alike(data, tmp_path):
         trainer.train()
     assert logged_losses(chunked) == pytest.approx(logged_losses(plain), rel=1e-4)
     assert chunked.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_sft_changes_every_parameter(variant, tmp_path):
+    model = small_model(variant, vocab_size=257, num_hidden_layers=2).train()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    question, answer = ([{"role": role, "content": role}] for role in ("user", "assistant"))
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(tmp_path, max_steps=2, logging_steps=1, bf16=False, report_to="none", disable_tqdm=True),
+        train_dataset=Dataset.from_list([{"prompt": question, "completion": answer}] * 4),
+        processing_class=byte_tokenizer(),
+    )
+    trainer.train()
+    assert len(logged_losses(trainer)) == 2
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[name]), name

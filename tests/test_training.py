@@ -4,11 +4,13 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import processes
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from common import byte_tokenizer
 from processes import LENGTH, arguments, losses
 from safetensors.torch import load_file
@@ -314,6 +316,14 @@ def test_trackers_and_data_without_validation(token_data, tmp_path):
     logged = [(event.step, event.value) for event in events.Scalars("loss")]
     assert logged == [(record["step"], pytest.approx(record["loss"])) for record in records]
     assert len(events.Scalars("depth_entropy/site_4")) == 1
+
+
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP])
+def test_what_flattens_the_weights_is_refused(kind, token_data, tmp_path, monkeypatch):
+    launched = SimpleNamespace(distributed_type=kind, is_fsdp2=False)
+    monkeypatch.setattr("lr_attnres.training.Accelerator", lambda **options: launched)
+    with pytest.raises(ValueError, match=f"{kind.value} flattens the weights.*launch with FSDP2"):
+        start_accelerator(TrainArguments(**arguments(token_data, tmp_path)))
 
 
 def test_batches_that_do_not_fit(token_data, tmp_path):

@@ -1,0 +1,80 @@
+"""The pages claim no more than there is: links lead somewhere, and the compatibility matrix is what the tests try."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+MATRIX = ROOT / "docs/compatibility.md"
+KINDS = ["standard", "attnres", "projected", "sliced"]
+MARKS = {"yes", "full", "blocks", "no", "-"}
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+
+
+def rows() -> dict[str, tuple[list[str], list[tuple[str, str]]]]:
+    """Feature -> its marks, one per residual type, and its links: (name of the test, path)."""
+    found = {}
+    for line in MATRIX.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) == 6 and cells[1] != "standard" and set(cells[1]) != {"-"}:
+            assert cells[0] not in found, f"{cells[0]} has two rows"
+            found[cells[0]] = (cells[1:5], LINK.findall(cells[5]))
+    return found
+
+
+def linked_test(name: str, path: str):
+    """The function that a link of the matrix names."""
+    file = (MATRIX.parent / path).resolve()
+    assert file.is_file() and file.parent == ROOT / "tests", f"{path} is no file of tests/"
+    return getattr(importlib.import_module(file.stem), name)
+
+
+def tried_variants(functions: list) -> set[str] | None:
+    """What the tests are parametrised over, or None if one of them chooses its variants inside."""
+    tried = set()
+    for function in functions:
+        marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
+        lists = [mark.args[1] for mark in marks if mark.args[0] == "variant"]
+        if not lists:
+            return None
+        tried.update(lists[0])
+    return tried
+
+
+def mark_of(kind: str, variants: set[str]) -> str:
+    """`sliced_full` and `sliced-full-r8` are full, `sliced_block` and `sliced-n2-r8` are in blocks."""
+    mine = [name for name in variants if name.startswith(kind)]
+    full = [name for name in mine if "full" in name]
+    if not mine:
+        return "-"
+    if kind == "standard" or 0 < len(full) < len(mine):
+        return "yes"
+    return "full" if full else "blocks"
+
+
+def test_the_matrix_has_rows():
+    assert len(rows()) >= 30
+
+
+@pytest.mark.parametrize("feature", rows())
+def test_every_cell_was_tried(feature):
+    marks, links = rows()[feature]
+    assert links and set(marks) <= MARKS
+    functions = [linked_test(name.strip("`"), path) for name, path in links]
+    assert all(function.__name__.startswith("test_") for function in functions)
+    tried = tried_variants(functions)
+    if tried is None:
+        return
+    for kind, mark in zip(KINDS, marks):
+        assert mark == mark_of(kind, tried) or (mark == "no" and mark_of(kind, tried) != "-"), kind
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    targets = {target.split("#")[0] for _, target in LINK.findall(text) if "://" not in target}
+    assert [target for target in sorted(targets) if target and not (page.parent / target).exists()] == []
