@@ -75,7 +75,7 @@ def test_forward_and_every_gradient_agree_with_the_oracle(case):
 @torch.no_grad()
 def test_cached_generation_equals_uncached(case):
     model, tokens = extended_model(*case).double(), random_tokens(2, 5)
-    assert isinstance(model.model.start_depth_state(torch.zeros(2, 1, 32))[0], DepthBank)
+    assert isinstance(model.model.start_depth_state(torch.zeros(2, 1, 32).double())[0], DepthBank)
     generated = model.generate(tokens, **GREEDY)
     for _ in range(GREEDY["max_new_tokens"]):
         tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)

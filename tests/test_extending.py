@@ -1,4 +1,4 @@
-"""The worked examples of docs/extending.md: each diff of the page applies, and the laws hold in the changed package."""
+"""The worked examples of docs/extending.md: each diff applies, and the laws hold in the changed package."""
 
 import os
 import re
