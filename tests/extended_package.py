@@ -21,8 +21,8 @@ from lr_attnres.depth_routing import DepthBank, depth_block_ends
 
 
 def extended_model(residual_type: str, num_depth_blocks: int | None) -> LRAttnResForCausalLM:
-    config = small_config("standard", residual_type=residual_type, num_depth_blocks=num_depth_blocks)
-    return perturb(LRAttnResForCausalLM(config)).eval()
+    depth = {"residual_type": residual_type, "num_depth_blocks": num_depth_blocks, "depth_key_rank": 7}
+    return perturb(LRAttnResForCausalLM(small_config("standard", **depth))).eval()
 
 
 def strided_key(group, value, keys, config):
