@@ -65,26 +65,29 @@ def block_of_sublayers(written, num_sublayers, num_blocks):
     return groups
 
 
+def key_of(group, value, keys, config):
+    """The routing key of the source that sums the sub-layers of `group`, before the norm at the read."""
+    if config.residual_type == "attnres":
+        return value
+    if config.residual_type == "sliced":
+        return value[..., value.shape[-1] - config.depth_key_rank :]
+    in_blocks = config.num_depth_blocks is not None and config.num_depth_blocks < 2 * config.num_hidden_layers
+    if config.depth_key_norm and in_blocks:
+        return sum(rms_norm(keys[i], config.rms_norm_eps) for i in group)
+    return sum(keys[i] for i in group) / len(group) ** config.depth_block_exponent
+
+
 def read(site, values, keys, p, config):
     """values[0], keys[0]: the embedding; values[i], keys[i]: sub-layer i. -> hidden [B, T, D], weights [B, T, S]."""
     query = p["model.depth_queries.weight"][site - 1]
     if config.depth_query_norm:
         query = rms_norm(query, config.rms_norm_eps)
-    num_sublayers, eps = 2 * config.num_hidden_layers, config.rms_norm_eps
-    in_blocks = config.num_depth_blocks is not None and config.num_depth_blocks < num_sublayers
     source_values, logits = [], []
-    for group in [[0], *block_of_sublayers(site, num_sublayers, config.num_depth_blocks)]:
+    for group in [[0], *block_of_sublayers(site, 2 * config.num_hidden_layers, config.num_depth_blocks)]:
         count = len(group)
         value = sum(values[i] for i in group) / count**config.depth_block_exponent
-        if config.residual_type == "attnres":
-            key = value
-        elif config.residual_type == "sliced":
-            key = value[..., value.shape[-1] - config.depth_key_rank :]
-        elif config.depth_key_norm and in_blocks:
-            key = sum(rms_norm(keys[i], eps) for i in group)
-        else:
-            key = sum(keys[i] for i in group) / count**config.depth_block_exponent
-        key = rms_norm(key, eps) if config.depth_key_norm else key
+        key = key_of(group, value, keys, config)
+        key = rms_norm(key, config.rms_norm_eps) if config.depth_key_norm else key
         prior = config.depth_count_prior * torch.tensor(float(count), dtype=value.dtype).log()
         source_values.append(value)
         logits.append((key * query).sum(-1) * config.depth_logit_scale + prior)

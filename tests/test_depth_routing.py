@@ -13,6 +13,7 @@ from lr_attnres.depth_routing import (
     DepthBank,
     DepthSite,
     depth_block_ends,
+    depth_logits,
     depth_merge,
     depth_mix,
     depth_read,
@@ -72,6 +73,26 @@ def test_one_source_is_the_identity_with_exactly_zero_query_gradient():
     assert torch.equal(mix, values[0])
     mix.square().sum().backward()
     assert torch.equal(query.grad, torch.zeros(4, dtype=torch.float64))
+
+
+def test_half_values_are_mixed_in_float32_and_rounded_once():
+    values = [torch.randn(3, 17, 15).bfloat16() for _ in range(40)]
+    logits = torch.randn(3, 17, 1, 40)
+    mix, lse = depth_mix(values[:30], logits[..., :30])
+    younger = list(zip(values[30:], logits[..., 0, 30:].split(1, dim=-1)))
+    hidden = depth_merge(mix, lse, younger, torch.bfloat16)
+    assert mix.dtype == lse.dtype == torch.float32 and hidden.dtype == torch.bfloat16
+    exact = naive_depth_read([value.double() for value in values], logits[..., 0, :].double())
+    # One rounding to 8 bits; rounded at every step, the sums would be off by several.
+    torch.testing.assert_close(hidden.double(), exact, rtol=1.001 * 2**-8, atol=1e-6)
+
+
+def test_a_zero_key_has_zero_logits_and_finite_gradients():
+    key, queries = torch.zeros(2, 3, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    logits = depth_logits(key, queries, torch.tensor(1e-3))
+    assert not logits.any()
+    logits.sum().backward()
+    assert key.grad.isfinite().all() and key.grad.any() and not queries.grad.any()
 
 
 def test_function_transforms():

@@ -407,6 +407,14 @@ def test_depth_logits_and_weights_are_float32_in_a_half_model_and_under_autocast
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_a_half_model_round_once(dtype):
+    norm, hidden = small_model().to(dtype).model.norm, (100 * torch.randn(5, 32)).to(dtype)
+    exact = torch.nn.functional.rms_norm(hidden.double(), (32,), eps=norm.eps)
+    # Half a unit in the last place; squares of float16 would overflow.
+    torch.testing.assert_close(norm(hidden).double(), exact, rtol=1.001 * torch.finfo(dtype).eps / 2, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", ROUTED)
 def test_queries_stay_float32(variant, dtype, tmp_path):
     model = small_model(variant)

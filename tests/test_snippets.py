@@ -94,3 +94,22 @@ def test_what_is_not_run_is_there():
     """A pattern that no page has any more is removed."""
     texts = [text for page in PAGES for _, text in snippets(page)]
     assert [pattern for pattern in NOT_RUN if not any(pattern in text for text in texts)] == []
+
+
+def test_what_the_pages_name_exists():
+    """Tests, their files, and links to other pages."""
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/*.py"))
+    for page in PAGES:
+        text = page.read_text()
+        missing = [name for name in re.findall(r"\btest_\w+(?!\w*\.py)\b", text) if f"def {name}(" not in tests]
+        files = re.findall(r"\b(?:tests/)?(test_\w+\.py)", text)
+        missing += [name for name in files if not (ROOT / "tests" / name).exists()]
+        missing += [link for link in re.findall(r"\]\(([^)#:]+\.md)\)", text) if not (page.parent / link).exists()]
+        assert missing == [], page
+
+
+def test_the_figure_of_the_architecture_is_drawn_from_the_code(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import make_architecture
+
+    assert make_architecture.drawing() == (ROOT / "docs/architecture.svg").read_text(encoding="utf-8")
