@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, S sources of a site, M = 2L sites and sub-laye
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -233,16 +233,16 @@ class _Magnitudes:
         self.sums = torch.zeros(len(self.modules), dtype=torch.float64)
         self.tokens = 0
 
-    def __enter__(self):
+    def __enter__(self) -> "_Magnitudes":
         self.hooks = [module.register_forward_hook(self._hook(i)) for i, module in enumerate(self.modules)]
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         for hook in self.hooks:
             hook.remove()
 
-    def _hook(self, index: int):
-        def add(module, args, output):
+    def _hook(self, index: int) -> Callable[..., None]:
+        def add(module: nn.Module, args: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
             # Attention also returns its weights; a projected key stands behind the value.
             value = (output[0] if isinstance(output, tuple) else output)[..., : self.hidden_size]
             self.sums[index] += value.float().square().mean(-1).sqrt().double().sum().item()

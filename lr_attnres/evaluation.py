@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from .batches import flatten_for_flash
 from .data import PackedTokens
-from .losses import use_chunked_loss
+from .losses import find_language_model, use_chunked_loss
 from .text_generation import load_language_model
 
 
@@ -113,8 +113,8 @@ def num_targets(labels: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _plain_cross_entropy(model: torch.nn.Module) -> Iterator[None]:
     """In chunks, without z-loss."""
-    language_model = next((module for module in model.modules() if "chunked_loss" in vars(module)), None)
-    before = getattr(language_model, "chunked_loss", None)
+    language_model = find_language_model(model)
+    before = language_model.chunked_loss
     use_chunked_loss(model)
     try:
         yield

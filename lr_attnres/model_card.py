@@ -203,6 +203,6 @@ def _usage_section(config: LRAttnResConfig, has_tokenizer: bool, repo_id: str | 
     return f"## Use\n\n{text}\n\n```python\n" + "\n".join(lines) + "\n```"
 
 
-def _table(header: tuple[str, str], rows) -> str:
+def _table(header: tuple[str, str], rows: Iterable[tuple[str, object]]) -> str:
     lines = [f"| {header[0]} | {header[1]} |", "|---|---|"]
     return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows)])

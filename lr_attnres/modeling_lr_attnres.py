@@ -6,13 +6,14 @@ Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources 
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -100,7 +101,7 @@ class LRAttnResRotaryEmbedding(nn.Module):
         self.original_inv_freq = nn.Buffer(inv_freq.clone(), persistent=False)
 
     @staticmethod
-    def compute_default_rope_parameters(config: LRAttnResConfig, **kwargs) -> tuple[torch.Tensor, float]:
+    def compute_default_rope_parameters(config: LRAttnResConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
         return config.rope_parameters["rope_theta"] ** -exponents, 1.0
 
@@ -118,7 +119,9 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=1):
+def apply_rotary_pos_emb(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return query * cos + rotate_half(query) * sin, key * cos + rotate_half(key) * sin
 
@@ -210,7 +213,7 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        *depth_state: torch.Tensor,
+        *depth_state: torch.Tensor | DepthBank,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -218,7 +221,7 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         output_depth_weights: bool | None = False,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor | DepthBank, ...]:
         """Hidden states as read at site 2i -> as read at site 2i + 2; the depth state grows by two sub-layers."""
         output, _ = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
@@ -229,7 +232,7 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        hidden_states, _, normed, *depth_state = self.attn_read(
+        hidden_states, _, normed, *state = self.attn_read(
             hidden_states,
             output,
             *depth_state,
@@ -237,10 +240,10 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
             output_depth_weights=output_depth_weights,
         )
         output = self.mlp(normed)
-        hidden_states, _, _, *depth_state = self.mlp_read(
-            hidden_states, output, *depth_state, output_depth_weights=output_depth_weights
+        hidden_states, _, _, *state = self.mlp_read(
+            hidden_states, output, *state, output_depth_weights=output_depth_weights
         )
-        return hidden_states, *depth_state
+        return hidden_states, *state
 
 
 @auto_docstring
@@ -262,7 +265,7 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         "depth_weights": OutputRecorder(LRAttnResDepthRead, index=1),
     }
 
-    def __init__(self, config: LRAttnResConfig, *args, **kwargs):
+    def __init__(self, config: LRAttnResConfig, *args: Any, **kwargs: Any):
         config.validate()  # fields may have been set since the config was made, as `from_pretrained` overrides are
         super().__init__(config, *args, **kwargs)
         if config.residual_type != "standard":
@@ -292,7 +295,7 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
                 module.backend = backend
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, LRAttnResDepthQueries):
             init.zeros_(module.weight)
@@ -378,7 +381,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)
 
         hidden_states = inputs_embeds  # site 0 reads the embedding alone
-        depth_state = self.start_depth_state(inputs_embeds)
+        depth_state = [*self.start_depth_state(inputs_embeds)]
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states, *depth_state = decoder_layer(
@@ -460,7 +463,13 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
             depth_weights=outputs.depth_weights,
         )
 
-    def generate(self, inputs=None, generation_config=None, *args, **kwargs) -> ModelOutput | torch.LongTensor:
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> ModelOutput | torch.LongTensor:
         """As in Transformers. With `output_depth_weights=True, return_dict_in_generate=True` the output also has
         `depth_weights`: for each step one tuple over the sites of `[batch, tokens, sources]`, where the first step
         has the tokens of the prompt and each other one the tokens that it went on from."""
@@ -477,7 +486,9 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
             outputs["depth_weights"] = tuple(steps)
         return outputs
 
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+    def _update_model_kwargs_for_generation(
+        self, outputs: ModelOutput, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         steps = generated_depth_weights.get()
         if steps is not None:
             # Assisted decoding, which alone says how many tokens are new, also reads candidates that it then rejects.

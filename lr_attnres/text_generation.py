@@ -6,15 +6,22 @@ from typing import TextIO
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+    set_seed,
+)
 
 
 class _Streamer(TextStreamer):
-    def __init__(self, tokenizer, output: TextIO):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, output: TextIO):
         super().__init__(tokenizer, skip_special_tokens=True)
         self.output = output
 
-    def on_finalized_text(self, text: str, stream_end: bool = False):
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         print(text, end="\n" if stream_end else "", file=self.output, flush=True)
 
 
@@ -57,7 +64,9 @@ def generate_text(
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def load_language_model(source: str, device: str = "auto", dtype: str = "auto", **options) -> PreTrainedModel:
+def load_language_model(
+    source: str, device: str = "auto", dtype: str = "auto", **options: str | None
+) -> PreTrainedModel:
     """The model of a folder or Hub repository, on `device`: an accelerator if there is one, or the one named."""
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)

@@ -300,11 +300,11 @@ class StopSignals:
             self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _remember(self, number, frame) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         self.received = number
         self.__exit__()
 

@@ -193,7 +193,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 class _FieldValues(argparse.Action):
     """`hidden_size=256 qk_norm=false` -> a mapping, each value read as YAML."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         mapping = {}
         for item in values:
             name, separator, value = item.partition("=")
