@@ -21,6 +21,8 @@ AUTO_MAP = {
     "AutoModelForQuestionAnswering": "modeling_lr_attnres.LRAttnResForQuestionAnswering",
 }
 
+ResidualType = Literal["standard", "attnres", "projected", "sliced"]
+
 
 @strict
 class LRAttnResConfig(PreTrainedConfig):
@@ -112,7 +114,7 @@ class LRAttnResConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    residual_type: Literal["standard", "attnres", "projected", "sliced"] = "sliced"
+    residual_type: ResidualType = "sliced"
     num_depth_blocks: int | None = 8
     depth_key_rank: int = 64
     depth_key_norm: bool = True
@@ -139,6 +141,11 @@ class LRAttnResConfig(PreTrainedConfig):
         # A config loaded from the Hub points back to its repository; a saved folder carries its own code.
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def attention_sizes(self) -> tuple[int, int]:
+        """Key-value heads and the width of a head, which `__post_init__` has derived where they were None."""
+        assert self.num_key_value_heads is not None and self.head_dim is not None
+        return self.num_key_value_heads, self.head_dim
 
     def validate_architecture(self) -> None:
         """Part of the `@strict` validation, at construction and before saving."""
@@ -171,13 +178,13 @@ class LRAttnResConfig(PreTrainedConfig):
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"`head_dim` is {self.head_dim}; RoPE rotates pairs, so it must be even and at least 2.")
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_key_value_heads` is {self.num_key_value_heads}; it must divide `num_attention_heads` = "
                 f"{self.num_attention_heads}."
             )
 
-        rope_type = self.rope_parameters.get("rope_type")
+        rope_type = (self.rope_parameters or {}).get("rope_type")
         if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
             raise ValueError(f"`rope_parameters` has rope_type={rope_type!r}; it must be one of {known}.")

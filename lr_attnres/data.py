@@ -236,7 +236,7 @@ class _Packer:
 
     def save(self, position: object) -> None:
         """One file with everything that the rest of the work depends on."""
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for split in SPLITS:
             arrays[f"{split}_tokens"] = np.concatenate([np.zeros(0, self.dtype), *self.pieces[split]])
             arrays[f"{split}_lengths"] = np.array([len(piece) for piece in self.pieces[split]], dtype=np.int64)

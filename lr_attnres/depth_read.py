@@ -124,15 +124,16 @@ class LRAttnResDepthRead(nn.Module):
         emitted = emit(self.config, *self.split(output))
         if isinstance(depth_state[0], DepthBank):
             row = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
-            hidden_states, weights = depth_state[0].read(self.site, row)
-            return hidden_states, weights, None if norm is None else norm(hidden_states), depth_state[0]
+            hidden_states, bank_weights = depth_state[0].read(self.site, row)
+            return hidden_states, bank_weights, None if norm is None else norm(hidden_states), depth_state[0]
 
         num_kept = self.num_routing + 2 * self.site.num_completed
         routing, completed = depth_state[: self.num_routing], [*depth_state[self.num_routing : num_kept]]
         partial, mixes = self.add_to_partial(emitted, [*depth_state[num_kept:]])
-        source: tuple[torch.Tensor, torch.Tensor] | None = self.make_source(partial, *routing)
+        written = self.make_source(partial, *routing)
+        source = None if self.site.closes_block else written
         if self.site.closes_block:
-            completed, partial, source = [*completed, *source], [], None
+            completed, partial = [*completed, *written], []
         hidden_states, normed, mixes = self.read(completed, source, mixes, hidden_states.dtype, norm)
         weights = self.depth_weights(completed, source) if output_depth_weights else None
         return hidden_states, weights, normed, *routing, *completed, *partial, *mixes
@@ -161,12 +162,10 @@ class LRAttnResDepthRead(nn.Module):
         recent = zip(values[self.site.num_older :], logits[self.site.num_older :])
         younger = [(value, its_logits[..., self.here]) for value, its_logits in recent]
         younger = younger if source is None else [*younger, source]
-        if merge_and_norm is not None and is_plain_norm(norm):
-            hidden, normed = merge_and_norm(mix, lse, younger, dtype, norm.weight, norm.eps)
-        else:
-            hidden = merge_younger(mix, lse, younger, dtype)
-            normed = None if norm is None else norm(hidden)
-        return hidden, normed, mixes
+        if merge_and_norm is not None and is_plain_norm(norm) and norm.eps is not None:
+            return *merge_and_norm(mix, lse, younger, dtype, norm.weight, norm.eps), mixes
+        hidden = merge_younger(mix, lse, younger, dtype)
+        return hidden, None if norm is None else norm(hidden), mixes
 
     def depth_weights(
         self, completed: list[torch.Tensor], source: tuple[torch.Tensor, torch.Tensor] | None

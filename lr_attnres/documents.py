@@ -35,7 +35,7 @@ class Documents(ABC):
 
 
 def open_documents(
-    sources: list[str | os.PathLike], column: str = "text", name: str | None = None, split: str = "train"
+    sources: Sequence[str | os.PathLike], column: str = "text", name: str | None = None, split: str = "train"
 ) -> Documents:
     """The documents of `.txt` files (one each), `.jsonl` files (the field `column` of each line), folders of such
     files, or of one dataset of the Hub or of a local folder (streamed: configuration `name`, `split`, `column`)."""

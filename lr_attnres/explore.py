@@ -92,12 +92,12 @@ class ExploredModel:
 
     def pieces(self, tokens: list[int]) -> list[str]:
         """One text per token, with line ends made visible."""
-        return [self.tokenizer.decode([token]).replace("\n", "⏎") for token in tokens]
+        return [str(self.tokenizer.decode([token])).replace("\n", "⏎") for token in tokens]
 
     def _choose(self, logits: torch.Tensor, temperature: float) -> int:
         if temperature == 0:
-            return logits.argmax().item()
-        return torch.multinomial((logits.float() / temperature).softmax(-1), 1).item()
+            return int(logits.argmax())
+        return int(torch.multinomial((logits.float() / temperature).softmax(-1), 1))
 
     def _weights(self, depth_weights: tuple[torch.Tensor, ...], num_tokens: int) -> list[torch.Tensor]:
         """M tensors [1, T, S of the site] -> T tensors [M, S]."""

@@ -14,6 +14,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation.utils import GenerateOutput
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -86,13 +87,17 @@ class LRAttnResMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
+def rope_parameters(config: LRAttnResConfig) -> dict[str, Any]:
+    return {**(config.rope_parameters or {})}
+
+
 class LRAttnResRotaryEmbedding(nn.Module):
     def __init__(self, config: LRAttnResConfig):
         super().__init__()
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
         self.config = config
-        self.rope_type = config.rope_parameters["rope_type"]
+        self.rope_type = rope_parameters(config)["rope_type"]
         init_function: Callable = self.compute_default_rope_parameters
         if self.rope_type != "default":
             init_function = ROPE_INIT_FUNCTIONS[self.rope_type]
@@ -102,8 +107,9 @@ class LRAttnResRotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(config: LRAttnResConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+        _, head_dim = config.attention_sizes()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        return rope_parameters(config)["rope_theta"] ** -exponents, 1.0
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -131,7 +137,7 @@ def repeat_kv(states: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def eager_attention_forward(
-    module: nn.Module,
+    module: "LRAttnResAttention",
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -154,14 +160,14 @@ class LRAttnResAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        num_key_value_heads, self.head_dim = config.attention_sizes()
+        self.num_key_value_groups = config.num_attention_heads // num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, num_key_value_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, sublayer_output_size(config), bias=False)
         self.q_norm = LRAttnResRMSNorm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = LRAttnResRMSNorm(self.head_dim, config) if config.qk_norm else nn.Identity()
@@ -210,7 +216,7 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
         self.attn_read = LRAttnResDepthRead(config, sites[2 * layer_idx])
         self.mlp_read = LRAttnResDepthRead(config, sites[2 * layer_idx + 1])
 
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         hidden_states: torch.Tensor,
         *depth_state: torch.Tensor | DepthBank,
@@ -277,7 +283,7 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         if self.config.residual_type == "standard":
             return None
         read = next(module for module in self.modules() if isinstance(module, LRAttnResDepthRead))
-        return read.backend or default_depth_backend(self.get_input_embeddings().weight)
+        return read.backend or default_depth_backend(next(self.get_input_embeddings().parameters()))
 
     def set_depth_backend(self, backend: str | None) -> None:
         """Compute the reads with `"torch"`, on any device, or with the `"triton"` kernels, on GPUs; None, as at first,
@@ -313,12 +319,11 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         if config.residual_type == "projected":
             self.depth_embedding_key = nn.Linear(config.hidden_size, config.depth_key_rank, bias=False)
         sites = DepthSite.schedule(2 * config.num_hidden_layers, config.num_depth_blocks)
-        self.layers = nn.ModuleList(
-            [LRAttnResDecoderLayer(config, layer_idx, sites) for layer_idx in range(config.num_hidden_layers)]
-        )
+        layers = [LRAttnResDecoderLayer(config, layer_idx, sites) for layer_idx in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = LRAttnResRMSNorm(config.hidden_size, config)
         if config.depth_scaled_eps and config.residual_type != "standard":
-            norms = [norm for layer in self.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+            norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
             for site, norm in zip(sites, [*norms[1:], self.norm]):  # the first norm follows site 0, no read
                 norm.eps = config.rms_norm_eps / (site.num_completed + 1) ** 2
         self.rotary_emb = LRAttnResRotaryEmbedding(config)
@@ -346,11 +351,11 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
@@ -418,7 +423,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     @auto_docstring
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -437,7 +442,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
         """
         if output_depth_weights is not None:  # else the config decides
             kwargs["output_depth_weights"] = output_depth_weights
-        outputs: LRAttnResModelOutputWithPast = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -469,25 +474,25 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
         generation_config: GenerationConfig | None = None,
         *args: Any,
         **kwargs: Any,
-    ) -> ModelOutput | torch.LongTensor:
+    ) -> GenerateOutput | torch.LongTensor:
         """As in Transformers. With `output_depth_weights=True, return_dict_in_generate=True` the output also has
         `depth_weights`: for each step one tuple over the sites of `[batch, tokens, sources]`, where the first step
         has the tokens of the prompt and each other one the tokens that it went on from."""
-        steps = [] if kwargs.get("output_depth_weights") else None
+        steps: list[tuple] | None = [] if kwargs.get("output_depth_weights") else None
         returns_dict = (generation_config or self.generation_config).return_dict_in_generate
         if steps is not None and not kwargs.get("return_dict_in_generate", returns_dict):
             raise ValueError("`output_depth_weights=True` in `generate` needs `return_dict_in_generate=True`.")
         token = generated_depth_weights.set(steps)
         try:
-            outputs = super().generate(inputs, generation_config, *args, **kwargs)
+            outputs = super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
         finally:
             generated_depth_weights.reset(token)
-        if steps is not None:
+        if steps is not None and isinstance(outputs, ModelOutput):
             outputs["depth_weights"] = tuple(steps)
         return outputs
 
     def _update_model_kwargs_for_generation(
-        self, outputs: ModelOutput, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         steps = generated_depth_weights.get()
         if steps is not None:

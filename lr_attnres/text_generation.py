@@ -1,7 +1,7 @@
 """Text from a saved model, printed as it is made."""
 
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -9,11 +9,12 @@ from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     TextStreamer,
     set_seed,
 )
+
+from .modeling_lr_attnres import LRAttnResForCausalLM
 
 
 class _Streamer(TextStreamer):
@@ -51,7 +52,7 @@ def generate_text(
         raise ValueError(f"--top-p is {top_p}; it must lie above 0 and at most at 1.")
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
     model = load_language_model(source, device, dtype, revision=revision, token=token)
-    sampling = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
     if seed is not None:
@@ -61,17 +62,19 @@ def generate_text(
         tokens = model.generate(
             **inputs, max_new_tokens=max_new_tokens, streamer=_Streamer(tokenizer, output or sys.stdout), **sampling
         )
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 
 def load_language_model(
     source: str, device: str = "auto", dtype: str = "auto", **options: str | None
-) -> PreTrainedModel:
+) -> LRAttnResForCausalLM:
     """The model of a folder or Hub repository, on `device`: an accelerator if there is one, or the one named."""
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        # Any: the hint of Transformers leaves out the second value.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     except (SafetensorError, StrictDataclassError, RuntimeError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
+    model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"{source} lacks {len(missing)} weights that its config asks for, such as {missing[0]}.")
     try:
