@@ -35,6 +35,7 @@ bench: install
 lint: install
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
+	$(RUN)/mypy
 
 format: install
 	$(RUN)/ruff check --fix .

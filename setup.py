@@ -60,8 +60,11 @@ setup(
             *ANALYSIS,
             *EXPLORE,
             *FINETUNE,
+            "mypy>=2.4",
             "ruff>=0.17",
             "triton>=3.7",
+            "types-PyYAML",
+            "types-tqdm",
         ],
     },
     classifiers=[

@@ -24,7 +24,7 @@ from .modeling_lr_attnres import (
 __version__ = "0.1.0"
 
 # Here and not in the modeling file, which travels to the Hub without the rest of the package.
-LRAttnResPreTrainedModel.push_to_hub = push_model
+LRAttnResPreTrainedModel.push_to_hub = push_model  # type: ignore[method-assign, assignment]
 
 AutoConfig.register("lr_attnres", LRAttnResConfig)
 AutoModel.register(LRAttnResConfig, LRAttnResModel)

@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, S sources of a site, M = 2L sites and sub-laye
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from .configuration_lr_attnres import LRAttnResConfig
 from .cost import depth_cost, load_config, variant_name
 from .depth_routing import depth_block_ends
 from .losses import use_chunked_loss
+from .modeling_lr_attnres import LRAttnResForCausalLM
 from .text_generation import load_language_model
 
 
@@ -134,7 +135,7 @@ def summary(analyses: list[DepthAnalysis]) -> str:
 
 @torch.inference_mode()
 def analyze_model(
-    model: nn.Module,
+    model: LRAttnResForCausalLM,
     batches: Iterable[dict[str, torch.Tensor]],
     *,
     name: str | None = None,
@@ -149,7 +150,7 @@ def analyze_model(
             batch = {key: value.to(model.device) for key, value in batch.items()}
             outputs = model(**batch, output_depth_weights=True, use_cache=False, num_items_in_batch=1)
             loss += outputs.loss.double().item()
-            num_labels += (batch["labels"][:, 1:] != -100).sum().item()
+            num_labels += int((batch["labels"][:, 1:] != -100).sum())
             routing.add(outputs.depth_weights, batch["position_ids"])
             if bar is not None:
                 bar.update(batch["input_ids"].numel())
@@ -188,7 +189,7 @@ class _Routing:
         """M tensors [B, T, S] and the positions [B, T] of their tokens."""
         positions = position_ids.flatten().cpu()
         self.tokens += positions.numel()
-        self._grow(positions.max().item() + 1)
+        self._grow(int(positions.max()) + 1)
         self.position_counts.index_add_(0, positions, torch.ones_like(positions, dtype=torch.float64))
         for site, weights in enumerate(depth_weights):
             weights = weights.flatten(0, 1).cpu().double()
@@ -226,23 +227,23 @@ class _Routing:
 class _Magnitudes:
     """The root mean square of the embedding and of every sub-layer's output, averaged over the tokens it sees."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: LRAttnResForCausalLM):
         base = model.model
         self.hidden_size = model.config.hidden_size
         self.modules = [base.embed_tokens, *(part for layer in base.layers for part in (layer.self_attn, layer.mlp))]
         self.sums = torch.zeros(len(self.modules), dtype=torch.float64)
         self.tokens = 0
 
-    def __enter__(self):
+    def __enter__(self) -> "_Magnitudes":
         self.hooks = [module.register_forward_hook(self._hook(i)) for i, module in enumerate(self.modules)]
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         for hook in self.hooks:
             hook.remove()
 
-    def _hook(self, index: int):
-        def add(module, args, output):
+    def _hook(self, index: int) -> Callable[..., None]:
+        def add(module: nn.Module, args: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
             # Attention also returns its weights; a projected key stands behind the value.
             value = (output[0] if isinstance(output, tuple) else output)[..., : self.hidden_size]
             self.sums[index] += value.float().square().mean(-1).sqrt().double().sum().item()
@@ -254,7 +255,7 @@ class _Magnitudes:
         return self.sums / self.tokens
 
 
-def _query_norms(model: nn.Module) -> torch.Tensor:
+def _query_norms(model: LRAttnResForCausalLM) -> torch.Tensor:
     if model.config.residual_type == "standard":
         return torch.zeros(0, dtype=torch.float64)
     return model.model.depth_queries.weight.double().norm(dim=-1).cpu()

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, load
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .hub_errors import explain_os_error
@@ -24,7 +25,7 @@ from .hub_errors import explain_os_error
 logger = logging.get_logger(__name__)
 
 STATE_FILE = "training_state.json"
-STATE_FIELDS = {"step": int, "settings": dict, "validation_loss": (int, float, type(None))}
+STATE_FIELDS: dict[str, Any] = {"step": int, "settings": dict, "validation_loss": (int, float, type(None))}
 RANDOM_STATES = ("random_state", "numpy_random_seed", "torch_manual_seed")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 # How torch, safetensors and the file system say that a file cannot be written or read.
@@ -125,8 +126,8 @@ class Checkpoints:
             return
         steps = self.steps()
         losses = {step: self._validation_loss(step) for step in steps}
-        known = [step for step in steps if losses[step] is not None]
-        kept = {*steps[-keep_last:], *([min(known, key=losses.get)] if known else [])}
+        known = {step: loss for step, loss in losses.items() if loss is not None}
+        kept = {*steps[-keep_last:], *([min(known, key=known.__getitem__)] if known else [])}
         for step in steps:
             if step not in kept:
                 self._remove(step)
@@ -187,11 +188,11 @@ class Checkpoints:
         file = files[self.accelerator.process_index]
         try:
             states = load(file)
-            missing = [name for name in RANDOM_STATES if name not in states]
+            lacking = [name for name in RANDOM_STATES if name not in states]
         except (*FILE_ERRORS, TypeError) as error:
             raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
-        if missing:
-            raise CheckpointError(f"{file} cannot be read: it has no {missing[0]}.")
+        if lacking:
+            raise CheckpointError(f"{file} cannot be read: it has no {lacking[0]}.")
         if there != here:
             logger.warning(f"{checkpoint} was written by {there} processes, not {here}: dropout will differ.")
 
@@ -216,7 +217,7 @@ class Checkpoints:
         if models:
             safetensors.torch.load_model(self._unwrap(models.pop()), Path(folder) / "model.safetensors")
 
-    def _unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _unwrap(self, model: torch.nn.Module) -> PreTrainedModel:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
 

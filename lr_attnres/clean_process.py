@@ -41,7 +41,7 @@ def probe_tokens(vocab_size: int) -> torch.Tensor:
 
 
 class _PackageBlocker:
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.split(".")[0] == "lr_attnres":
             raise ModuleNotFoundError("lr_attnres is hidden from this process")
 

@@ -1,7 +1,8 @@
 """The configuration of an LR-AttnRes model: every architecture field, typed and validated."""
 
 import math
-from typing import Literal
+import os
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
@@ -19,6 +20,8 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_lr_attnres.LRAttnResForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_lr_attnres.LRAttnResForQuestionAnswering",
 }
+
+ResidualType = Literal["standard", "attnres", "projected", "sliced"]
 
 
 @strict
@@ -111,7 +114,7 @@ class LRAttnResConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    residual_type: Literal["standard", "attnres", "projected", "sliced"] = "sliced"
+    residual_type: ResidualType = "sliced"
     num_depth_blocks: int | None = 8
     depth_key_rank: int = 64
     depth_key_norm: bool = True
@@ -123,7 +126,7 @@ class LRAttnResConfig(PreTrainedConfig):
     qk_norm: bool = True
     norm_weight: bool = False
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         # Left at None when it cannot be derived: the validation then says why.
@@ -134,19 +137,24 @@ class LRAttnResConfig(PreTrainedConfig):
         self.auto_map = dict(AUTO_MAP)
         super().__post_init__(**kwargs)
 
-    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         # A config loaded from the Hub points back to its repository; a saved folder carries its own code.
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
-    def validate_architecture(self):
+    def attention_sizes(self) -> tuple[int, int]:
+        """Key-value heads and the width of a head, which `__post_init__` has derived where they were None."""
+        assert self.num_key_value_heads is not None and self.head_dim is not None
+        return self.num_key_value_heads, self.head_dim
+
+    def validate_architecture(self) -> None:
         """Part of the `@strict` validation, at construction and before saving."""
         self._check_sizes()
         self._check_attention()
         if self.residual_type != "standard":
             self._check_depth_routing()
 
-    def _check_sizes(self):
+    def _check_sizes(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
         for name in (*sizes, "num_attention_heads", "num_key_value_heads"):
             if getattr(self, name) < 1:
@@ -162,7 +170,7 @@ class LRAttnResConfig(PreTrainedConfig):
                 f"`pad_token_id` is {self.pad_token_id}; it must lie in 0..vocab_size - 1 = {self.vocab_size - 1}."
             )
 
-    def _check_attention(self):
+    def _check_attention(self) -> None:
         if self.head_dim is None:
             raise ValueError(
                 f"`hidden_size` is {self.hidden_size}, not a multiple of `num_attention_heads` = "
@@ -170,18 +178,18 @@ class LRAttnResConfig(PreTrainedConfig):
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"`head_dim` is {self.head_dim}; RoPE rotates pairs, so it must be even and at least 2.")
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_key_value_heads` is {self.num_key_value_heads}; it must divide `num_attention_heads` = "
                 f"{self.num_attention_heads}."
             )
 
-        rope_type = self.rope_parameters.get("rope_type")
+        rope_type = (self.rope_parameters or {}).get("rope_type")
         if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
             raise ValueError(f"`rope_parameters` has rope_type={rope_type!r}; it must be one of {known}.")
 
-    def _check_depth_routing(self):
+    def _check_depth_routing(self) -> None:
         if self.num_depth_blocks is not None and self.num_depth_blocks < 1:
             raise ValueError(
                 f"`num_depth_blocks` is {self.num_depth_blocks}; it must be at least 1, or None for one source per "

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .clean_process import probe_tokens
@@ -189,7 +189,7 @@ class _ReleasedTensors:
     """The released state dict; each tensor is taken once, by name and exact shape."""
 
     def __init__(self, state_dict: dict[str, torch.Tensor]):
-        self.tensors = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         for name, tensor in state_dict.items():
             name = str(name).removeprefix("_orig_mod.")
             if name in self.tensors:
@@ -333,7 +333,7 @@ def convert_released_checkpoint(
         expected = _probe_logits(config, state_dict) if verify else None
         _write_model(staging, config, state_dict, max_shard_size)
         _write_card(staging, config, output_dir.name, _describe_source(source, path), rest)
-        if verify:
+        if expected is not None:
             # Same weights, dtype and kernels: only the split of the work over threads may differ.
             half = config.dtype in (torch.float16, torch.bfloat16)
             compare_logits(staging, expected, tolerance=2e-2 if half else 2e-5)
@@ -343,7 +343,7 @@ def convert_released_checkpoint(
 def _write_model(folder: Path, config: LRAttnResConfig, state_dict: dict[str, torch.Tensor], shard_size: str) -> None:
     """Weights go from the mapped file to the disk; at most one copy of the model is made on the way, in its dtype."""
     with torch.device("meta"):
-        model = LRAttnResForCausalLM(config).to(config.dtype)
+        model = LRAttnResForCausalLM(config).to(config.dtype)  # type: ignore[arg-type]
     model.generation_config.pad_token_id = config.eos_token_id
     for name, tensor in state_dict.items():
         state_dict[name] = tensor.to(torch.float32 if "depth_queries" in name else config.dtype)
@@ -358,6 +358,7 @@ def _add_tokenizer(folder: Path, config: LRAttnResConfig, source: str | os.PathL
         logger.warning(f"No tokenizer was written: {config.vocab_size} tokens are not cl100k_base. Give --tokenizer.")
         return
     try:
+        tokenizer: PreTrainedTokenizerBase
         if source is None or Path(source).is_file():
             tokenizer = cl100k_tokenizer(source, model_max_length=config.max_position_embeddings)
         else:

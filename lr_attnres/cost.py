@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig
 
-from .configuration_lr_attnres import LRAttnResConfig
+from .configuration_lr_attnres import LRAttnResConfig, ResidualType
 from .depth_routing import depth_block_ends
 from .paper import PAPER_TABLE
 
@@ -43,8 +43,8 @@ def depth_cost(config: LRAttnResConfig) -> DepthCost:
         config.intermediate_size,
         config.depth_key_rank,
     )
-    query_width = config.num_attention_heads * config.head_dim
-    key_value_width = config.num_key_value_heads * config.head_dim
+    key_value_heads, head_dim = config.attention_sizes()
+    query_width, key_value_width = config.num_attention_heads * head_dim, key_value_heads * head_dim
     core = layers * hidden * (2 * query_width + 2 * key_value_width + 3 * inner)
     if config.residual_type == "standard":
         return DepthCost(0, 0, 0, 0, core, 0.0, 0, 0, 0)
@@ -77,7 +77,7 @@ def break_even_rank(config: LRAttnResConfig) -> float:
     `(D + R) S + R P < 2 D S` with S source reads and P inputs of key projections, solved for R.
     """
     reads = sum(_sources_per_site(2 * config.num_hidden_layers, config.num_depth_blocks))
-    query_width = config.num_attention_heads * config.head_dim
+    query_width = config.num_attention_heads * config.attention_sizes()[1]
     inputs = config.num_hidden_layers * (query_width + config.intermediate_size) + config.hidden_size
     return config.hidden_size * reads / (reads + inputs)
 
@@ -89,7 +89,7 @@ def num_parameters(config: LRAttnResConfig) -> int:
     norms = 0
     if config.norm_weight:
         norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
-        norms += 2 * config.num_hidden_layers * config.head_dim if config.qk_norm else 0
+        norms += 2 * config.num_hidden_layers * config.attention_sizes()[1] if config.qk_norm else 0
     return embeddings + cost.core_macs + norms + cost.added_parameters
 
 
@@ -142,7 +142,7 @@ def cost_report(config: LRAttnResConfig) -> str:
 def paper_report() -> str:
     """The paper's table, costs computed and results as published, and its worked example."""
     head = ("variant", "reads", "read macs", "key macs", "added %", "vs attnres", "parameters", "added", "cache")
-    rows = [(*head, "loss*", "grad norm*")]
+    rows: list[tuple[str, ...]] = [(*head, "loss*", "grad norm*")]
     for row in PAPER_TABLE:
         config, cost = row.config, depth_cost(row.config)
         net = "" if row.residual_type == "standard" else f"{cost.total_macs - attnres_macs(config):+,}"
@@ -181,10 +181,8 @@ def paper_report() -> str:
 
 def _worked_example() -> list[str]:
     """The full source set at rank 32."""
-    configs = {
-        kind: LRAttnResConfig(residual_type=kind, num_depth_blocks=None, depth_key_rank=32)
-        for kind in ("attnres", "projected", "sliced")
-    }
+    kinds: tuple[ResidualType, ...] = ("attnres", "projected", "sliced")
+    configs = {kind: LRAttnResConfig(residual_type=kind, num_depth_blocks=None, depth_key_rank=32) for kind in kinds}
     attnres, projected, sliced = map(depth_cost, configs.values())
     saving = 100 * (1 - projected.kernel_macs / attnres.kernel_macs)
     cache = [100 * (cost.source_cache_elements / attnres.source_cache_elements - 1) for cost in (projected, sliced)]

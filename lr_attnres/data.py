@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,12 +29,14 @@ FORMAT = 1
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 4_000_000
 SHARD_TOKENS = 2**24
+# A folder, Hub repository or `cl100k_base.tiktoken` file, or the object
+TokenizerSource = str | os.PathLike | PreTrainedTokenizerBase
 
 
 def prepare(
     sources: str | os.PathLike | list[str | os.PathLike],
     output_dir: str | os.PathLike,
-    tokenizer: str | os.PathLike | PreTrainedTokenizerBase | None = None,
+    tokenizer: TokenizerSource | None = None,
     train_tokenizer: int | None = None,
     sequence_length: int = 2048,
     validation_fraction: float = 0.01,
@@ -100,13 +103,20 @@ def _alone_in(output: Path) -> Iterator[None]:
         lock.release()
 
 
-def _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar) -> dict:
+def _prepare(
+    documents: Documents,
+    output: Path,
+    tokenizer: TokenizerSource | None,
+    train_tokenizer: int | None,
+    settings: dict,
+    progress_bar: bool,
+) -> dict:
     work = output.with_name(output.name + ".partial")
     _start_or_resume(work, settings)
     try:
         if not (work / "manifest.json").exists():
-            tokenizer = _tokenizer_in(work, tokenizer, train_tokenizer, documents, settings["validation_fraction"])
-            packer = _Packer(work, tokenizer, settings)
+            fraction = settings["validation_fraction"]
+            packer = _Packer(work, _tokenizer_in(work, tokenizer, train_tokenizer, documents, fraction), settings)
             packer.restore(documents)
             with tqdm(total=settings["max_tokens"], unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
                 packer.run(documents, bar)
@@ -123,7 +133,14 @@ def _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_b
     return manifest
 
 
-def _check_options(tokenizer, train_tokenizer, sequence_length, validation_fraction, max_tokens, shard_tokens):
+def _check_options(
+    tokenizer: TokenizerSource | None,
+    train_tokenizer: int | None,
+    sequence_length: int,
+    validation_fraction: float,
+    max_tokens: int | None,
+    shard_tokens: int,
+) -> None:
     if tokenizer is not None and train_tokenizer is not None:
         raise ValueError("`tokenizer` and `train_tokenizer` exclude each other: give one of them.")
     if train_tokenizer is not None and train_tokenizer < MIN_VOCAB_SIZE:
@@ -159,7 +176,9 @@ class _Packer:
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
         self.pieces: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        self.counts = {split: {"documents": 0, "tokens": 0, "rows": 0, "shards": []} for split in SPLITS}
+        self.counts: dict[str, dict[str, Any]] = {
+            split: {"documents": 0, "tokens": 0, "rows": 0, "shards": []} for split in SPLITS
+        }
 
     @property
     def num_tokens(self) -> int:
@@ -217,7 +236,7 @@ class _Packer:
 
     def save(self, position: object) -> None:
         """One file with everything that the rest of the work depends on."""
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for split in SPLITS:
             arrays[f"{split}_tokens"] = np.concatenate([np.zeros(0, self.dtype), *self.pieces[split]])
             arrays[f"{split}_lengths"] = np.array([len(piece) for piece in self.pieces[split]], dtype=np.int64)
@@ -400,7 +419,7 @@ def read_manifest(folder: str | os.PathLike) -> dict:
     return manifest
 
 
-def _tokenizer_name(tokenizer: str | os.PathLike | PreTrainedTokenizerBase | None) -> str:
+def _tokenizer_name(tokenizer: TokenizerSource | None) -> str:
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return f"{tokenizer.name_or_path or type(tokenizer).__name__} {_tokenizer_hash(tokenizer)[:16]}"
     return "cl100k_base" if tokenizer is None else os.fspath(tokenizer)
@@ -415,7 +434,7 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _tokenizer_in(
     work: Path,
-    given: str | os.PathLike | PreTrainedTokenizerBase | None,
+    given: TokenizerSource | None,
     vocab_size: int | None,
     documents: Documents,
     fraction: float,
@@ -436,7 +455,7 @@ def _tokenizer_in(
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _load_tokenizer(given: str | os.PathLike | PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def _load_tokenizer(given: TokenizerSource | None) -> PreTrainedTokenizerBase:
     if isinstance(given, PreTrainedTokenizerBase):
         return given
     if given is None or given == "cl100k_base" or Path(given).is_file():
@@ -473,7 +492,7 @@ class PackedTokens(torch.utils.data.Dataset):
         self._chunks = [chunk for shard in shards for chunk in self._views(shard)]
         self._ends = np.cumsum([len(tokens) for tokens, _, _ in self._chunks])
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return PackedTokens, (self.folder, self.split)  # a worker process maps the files itself
 
     def _open(self, shard: dict) -> Dataset:

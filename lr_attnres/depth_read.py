@@ -4,6 +4,8 @@ Shape letters: B batch, T tokens, D hidden size, R key rank, S sources of a site
 """
 
 import math
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ def default_depth_backend(value: torch.Tensor) -> str:
     return "triton" if is_for_triton else "torch"
 
 
-def is_plain_norm(norm: nn.Module | None) -> bool:
+def is_plain_norm(norm: nn.Module | None) -> TypeGuard[nn.RMSNorm]:
     """Whether a kernel may compute it: nobody has wrapped it, listens to it or keeps its weight elsewhere."""
     if norm is None or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
         return False
@@ -44,7 +46,7 @@ def sublayer_output_size(config: LRAttnResConfig) -> int:
 def emit(config: LRAttnResConfig, value: torch.Tensor, key: torch.Tensor | None = None) -> list[torch.Tensor]:
     """What a block sums, of a sub-layer's output or of the embedding: a value [B, T, D], whose last R coordinates are
     its routing key, or a value and a key [B, T, R]."""
-    if config.residual_type != "projected":
+    if key is None:
         return [value]
     # Keys that are summed into blocks are normalised one by one first; a full source set sums nothing.
     has_blocks = config.num_depth_blocks is not None and config.num_depth_blocks < 2 * config.num_hidden_layers
@@ -62,9 +64,9 @@ class LRAttnResDepthQueries(nn.Module):
         shape = (2 * config.num_hidden_layers, config.depth_key_rank)
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LRAttnResDepthQueries":
         # In half precision small updates would round away: `model.to(torch.bfloat16)` moves the queries, no more.
-        def keep_precision(tensor):
+        def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
             return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
 
@@ -109,39 +111,41 @@ class LRAttnResDepthRead(nn.Module):
         self,
         hidden_states: torch.Tensor,
         output: torch.Tensor,
-        *depth_state: torch.Tensor | DepthBank,
+        *depth_state: Any,
         norm: nn.Module | None = None,
         output_depth_weights: bool | None = False,
     ) -> tuple[torch.Tensor | DepthBank | None, ...]:
-        """-> hidden [B, T, D]; depth weights [B, T, S] if asked for; `norm` of hidden if given; *depth state."""
+        """The depth state: tensors, or one `DepthBank`.
+        -> hidden [B, T, D]; depth weights [B, T, S] if asked for; `norm` of hidden if given; *depth state."""
         if self.residual_type == "standard":
             hidden_states = hidden_states + output
-            return hidden_states, None, norm and norm(hidden_states)
+            return hidden_states, None, None if norm is None else norm(hidden_states)
 
         emitted = emit(self.config, *self.split(output))
         if isinstance(depth_state[0], DepthBank):
-            emitted = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
-            hidden_states, weights = depth_state[0].read(self.site, emitted, hidden_states.dtype)
-            return hidden_states, weights, norm and norm(hidden_states), depth_state[0]
+            row = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+            hidden_states, bank_weights = depth_state[0].read(self.site, row, hidden_states.dtype)
+            return hidden_states, bank_weights, None if norm is None else norm(hidden_states), depth_state[0]
 
         num_kept = self.num_routing + 2 * self.site.num_completed
-        routing, completed = depth_state[: self.num_routing], depth_state[self.num_routing : num_kept]
-        partial, mixes = self.add_to_partial(emitted, depth_state[num_kept:])
-        source = self.make_source(partial, *routing)
+        routing, completed = depth_state[: self.num_routing], [*depth_state[self.num_routing : num_kept]]
+        partial, mixes = self.add_to_partial(emitted, [*depth_state[num_kept:]])
+        written = self.make_source(partial, *routing)
+        source = None if self.site.closes_block else written
         if self.site.closes_block:
-            completed, partial, source = [*completed, *source], (), ()
+            completed, partial = [*completed, *written], []
         hidden_states, normed, mixes = self.read(completed, source, mixes, hidden_states.dtype, norm)
         weights = self.depth_weights(completed, source) if output_depth_weights else None
         return hidden_states, weights, normed, *routing, *completed, *partial, *mixes
 
     def read(
         self,
-        completed: tuple[torch.Tensor, ...],
-        source: tuple[torch.Tensor, ...],
-        mixes: tuple[torch.Tensor, ...],
+        completed: list[torch.Tensor],
+        source: tuple[torch.Tensor, torch.Tensor] | None,
+        mixes: list[torch.Tensor],
         dtype: torch.dtype,
         norm: nn.Module | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
         """Values and logits of the completed sources and, inside a block, of the partial one; the mixes made by the
         group so far -> hidden [B, T, D]; its norm; the mixes for the rest of the group."""
         values, logits = completed[0::2], completed[1::2]
@@ -157,18 +161,18 @@ class LRAttnResDepthRead(nn.Module):
             mixes = [*mixes[1 : self.site.group_size], *mixes[self.site.group_size + 1 :]]
         recent = zip(values[self.site.num_older :], logits[self.site.num_older :])
         younger = [(value, its_logits[..., self.here]) for value, its_logits in recent]
-        younger = [*younger, source] if source else younger
-        if merge_and_norm is not None and is_plain_norm(norm):
-            hidden, normed = merge_and_norm(mix, lse, younger, dtype, norm.weight, norm.eps)
-        else:
-            hidden = merge_younger(mix, lse, younger, dtype)
-            normed = norm and norm(hidden)
-        return hidden, normed, mixes
+        younger = younger if source is None else [*younger, source]
+        if merge_and_norm is not None and is_plain_norm(norm) and norm.eps is not None:
+            return *merge_and_norm(mix, lse, younger, dtype, norm.weight, norm.eps), mixes
+        hidden = merge_younger(mix, lse, younger, dtype)
+        return hidden, None if norm is None else norm(hidden), mixes
 
-    def depth_weights(self, completed: list[torch.Tensor], source: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def depth_weights(
+        self, completed: list[torch.Tensor], source: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
         """[B, T, S], oldest source first."""
-        logits = [*(older[..., self.here] for older in completed[1::2]), *source[1:]]
-        return torch.cat(logits, dim=-1).softmax(dim=-1)
+        logits = [older[..., self.here] for older in completed[1::2]]
+        return torch.cat(logits if source is None else [*logits, source[1]], dim=-1).softmax(dim=-1)
 
     def split(self, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The output of a sub-layer -> value [B, T, D] and, in `projected`, key [B, T, R]."""
@@ -177,7 +181,9 @@ class LRAttnResDepthRead(nn.Module):
         value, key = output.split([self.config.hidden_size, self.key_rank], dim=-1)
         return value, key.contiguous()  # not a view, which would keep the value alive
 
-    def add_to_partial(self, emitted: list[torch.Tensor], state: tuple[torch.Tensor, ...]) -> tuple[list, tuple]:
+    def add_to_partial(
+        self, emitted: list[torch.Tensor], state: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The partial sums with what was emitted now; what else is in the state."""
         if self.site.count == 1:
             return emitted, state

@@ -11,6 +11,7 @@ backward rebuilds what it needs from logits and from the hidden states that the 
 from copy import copy
 from dataclasses import dataclass
 from math import isqrt
+from typing import Any
 
 import torch
 from transformers.utils.generic import maybe_autocast
@@ -115,8 +116,9 @@ def depth_merge(
     logit [B, T, 1] -> hidden [B, T, D]. It is a read in which the mix stands for all its sources."""
     if not younger:
         return mix.contiguous().to(dtype)  # not a view, which would keep the mixes of the whole group alive
-    values, logits = zip(*younger)
-    return depth_read([mix, *values], torch.cat([lse, *logits], dim=-1), dtype)
+    values = [value for value, _ in younger]
+    logits = torch.cat([lse, *(logit for _, logit in younger)], dim=-1)
+    return depth_read([mix, *values], logits, dtype)
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
@@ -151,21 +153,21 @@ class DepthMix(torch.autograd.Function):
     forward = staticmethod(mix_sources)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad_mix, grad_lse):
+    def backward(ctx: Any, grad_mix: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits, *values = ctx.saved_tensors
         weights = logits.softmax(dim=-1)
-        dots, grad_values = [], []
+        some_dots, grad_values = [], []
         for start in range(0, len(values), 8):  # enough for an efficient product, and never a stack of all sources
             some = slice(start, start + 8)
             stack = torch.stack(values[some], dim=-2).to(weights.dtype)
-            dots.append(grad_mix @ stack.transpose(-1, -2))
+            some_dots.append(grad_mix @ stack.transpose(-1, -2))
             grads = (weights[..., some].transpose(-1, -2) @ grad_mix).unbind(-2)
             grad_values += [grad.to(value.dtype) for grad, value in zip(grads, values[some])]
-        dots = torch.cat(dots, dim=-1)
+        dots = torch.cat(some_dots, dim=-1)
         grad_logits = weights * (dots - (weights * dots).sum(-1, keepdim=True) + grad_lse.unsqueeze(-1))
         return grad_logits, *grad_values
 
@@ -178,13 +180,13 @@ class DepthRead(torch.autograd.Function):
     forward = staticmethod(read_sources)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         _, logits, first, *values = inputs
         ctx.first_dtype = first.dtype
         ctx.save_for_backward(logits, output, *values)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, hidden, *values = ctx.saved_tensors
         weights = logits.softmax(dim=-1)
         grad = grad.to(weights.dtype)
@@ -221,7 +223,7 @@ class DepthBank:
         self.queries = (torch.nn.functional.pad(queries, (0, 1)) if self.has_floor else queries).t()
         self.bank = queries.new_empty(batch, num_sources, width + self.has_floor)
         self.logits = queries.new_empty(batch, queries.shape[0], num_sources)
-        if self.has_floor:
+        if floor is not None:
             self.bank[..., -1] = floor
         self.make_views()
         self.rows[0].copy_(emitted)
@@ -230,9 +232,9 @@ class DepthBank:
     def make_views(self) -> None:
         self.rows = self.bank[..., : self.width].split(1, dim=1)
         self.keys = self.bank[..., -self.queries.shape[0] :].unbind(1)
-        self.opened = None
+        self.opened: int | None = None
 
-    def to(self, device: torch.device | str | int, **_) -> "DepthBank":
+    def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
         """Itself if it is there already. Accelerate's hooks ask for it between layers on different devices."""
         bank = self.bank.to(device)
         if bank is self.bank:

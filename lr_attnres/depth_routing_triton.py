@@ -16,6 +16,8 @@ registers, because the RMSNorm that follows the read needs its mean square.
 from __future__ import annotations  # the kernels are defined, though not compiled, where triton is missing
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -267,10 +269,10 @@ def side_by_side(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """-> values, the mix first, and their logits [B, T, 1 + Y]: copied, for the columns of a site differ in stride and
     alignment from site to site, and Triton would compile for each."""
-    values, logits = zip((mix, lse), *younger)
-    logits = torch.cat(logits, dim=-1)
+    values = [mix, *(value for value, _ in younger)]
+    logits = torch.cat([lse, *(logit for _, logit in younger)], dim=-1)
     check_inputs(values, logits, (len(values),))
-    return list(values), logits
+    return values, logits
 
 
 def check_inputs(values: list[torch.Tensor], logits: torch.Tensor, logits_shape: tuple[int, ...]) -> None:
@@ -297,10 +299,10 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def row_arguments(tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+def row_arguments(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """What a kernel takes for a run of tensors: pointers and row strides."""
-    tensors = tuple(rows(tensor) for tensor in tensors)
-    return tensors, tuple(tensor.stride(0) for tensor in tensors)
+    pointers = tuple(rows(tensor) for tensor in tensors)
+    return pointers, tuple(pointer.stride(0) for pointer in pointers)
 
 
 def mix_block(hidden_size: int, num_sites: int) -> int:
@@ -326,7 +328,7 @@ def new_mixes(values: list[torch.Tensor], logits: torch.Tensor) -> list[torch.Te
 
 
 @torch.library.custom_op(f"{NAMESPACE}::mix", mutates_args=(), schema="(Tensor[] values, Tensor logits) -> Tensor[]")
-def mix_op(values, logits):
+def mix_op(values: list[torch.Tensor], logits: torch.Tensor) -> list[torch.Tensor]:
     outputs = new_mixes(values, logits)
     logits = logits.contiguous()
     pointers, strides = row_arguments(values)
@@ -352,7 +354,7 @@ def mix_op(values, logits):
 
 
 @mix_op.register_fake
-def _(values, logits):
+def fake_mix(values: list[torch.Tensor], logits: torch.Tensor) -> list[torch.Tensor]:
     return new_mixes(values, logits)
 
 
@@ -361,7 +363,13 @@ def _(values, logits):
     mutates_args=(),
     schema="(Tensor[] grads, Tensor grad_lse, Tensor[] values, Tensor logits, Tensor lse) -> Tensor[]",
 )
-def mix_backward_op(grads, grad_lse, values, logits, lse):
+def mix_backward_op(
+    grads: list[torch.Tensor],
+    grad_lse: torch.Tensor,
+    values: list[torch.Tensor],
+    logits: torch.Tensor,
+    lse: torch.Tensor,
+) -> list[torch.Tensor]:
     """-> the gradients of the values, then that of the logits."""
     grad_values = [empty(value.shape, value, value.dtype) for value in values]
     logits, num_sources = logits.contiguous(), len(values)
@@ -405,17 +413,23 @@ def mix_backward_op(grads, grad_lse, values, logits, lse):
 
 
 @mix_backward_op.register_fake
-def _(grads, grad_lse, values, logits, lse):
+def fake_mix_backward(
+    grads: list[torch.Tensor],
+    grad_lse: torch.Tensor,
+    values: list[torch.Tensor],
+    logits: torch.Tensor,
+    lse: torch.Tensor,
+) -> list[torch.Tensor]:
     grad_values = [empty(value.shape, value, value.dtype) for value in values]
     return [*grad_values, empty(logits.shape, logits, logits.dtype)]
 
 
-def save_for_mix_backward(ctx, inputs, output):
+def save_for_mix_backward(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
     values, logits = inputs
     ctx.save_for_backward(logits, output[-1], *values)
 
 
-def mix_backward(ctx, grads):
+def mix_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
     logits, lse, *values = ctx.saved_tensors
     *grads, grad_lse = grads
     *grad_values, grad_logits = mix_backward_op(grads, grad_lse, values, logits, lse)
@@ -425,7 +439,14 @@ def mix_backward(ctx, grads):
 mix_op.register_autograd(mix_backward, setup_context=save_for_mix_backward)
 
 
-def launch_merge(values, logits, hidden, normed, norm_weight, eps) -> None:
+def launch_merge(
+    values: list[torch.Tensor],
+    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    normed: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+) -> None:
     pointers, strides = row_arguments(values)
     num_tokens, hidden_size = pointers[0].shape
     with torch.cuda.device_of(hidden):
@@ -447,14 +468,14 @@ def launch_merge(values, logits, hidden, normed, norm_weight, eps) -> None:
     mutates_args=(),
     schema="(Tensor[] values, Tensor logits, ScalarType dtype) -> Tensor",
 )
-def merge_op(values, logits, dtype):
+def merge_op(values: list[torch.Tensor], logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     hidden = empty(values[0].shape, values[0], dtype)
     launch_merge(values, logits, hidden, None, None, 0.0)
     return hidden
 
 
 @merge_op.register_fake
-def _(values, logits, dtype):
+def fake_merge(values: list[torch.Tensor], logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return empty(values[0].shape, values[0], dtype)
 
 
@@ -463,14 +484,26 @@ def _(values, logits, dtype):
     mutates_args=(),
     schema="(Tensor[] values, Tensor logits, ScalarType dtype, Tensor? norm_weight, float eps) -> (Tensor, Tensor)",
 )
-def merge_norm_op(values, logits, dtype, norm_weight, eps):
+def merge_norm_op(
+    values: list[torch.Tensor],
+    logits: torch.Tensor,
+    dtype: torch.dtype,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     hidden, normed = (empty(values[0].shape, values[0], dtype) for _ in range(2))
     launch_merge(values, logits, hidden, normed, norm_weight, eps)
     return hidden, normed
 
 
 @merge_norm_op.register_fake
-def _(values, logits, dtype, norm_weight, eps):
+def fake_merge_norm(
+    values: list[torch.Tensor],
+    logits: torch.Tensor,
+    dtype: torch.dtype,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
     return tuple(empty(values[0].shape, values[0], dtype) for _ in range(2))
 
 
@@ -480,7 +513,16 @@ def _(values, logits, dtype, norm_weight, eps):
     schema="(Tensor? grad_hidden, Tensor? grad_normed, Tensor hidden, Tensor[] younger, Tensor logits, "
     "ScalarType mix_dtype, Tensor? norm_weight, float eps) -> Tensor[]",
 )
-def merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, mix_dtype, norm_weight, eps):
+def merge_backward_op(
+    grad_hidden: torch.Tensor | None,
+    grad_normed: torch.Tensor | None,
+    hidden: torch.Tensor,
+    younger: list[torch.Tensor],
+    logits: torch.Tensor,
+    mix_dtype: torch.dtype,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+) -> list[torch.Tensor]:
     """-> the gradients of the mix and the younger values, of the logits, of the norm's weight if any."""
     outputs = new_merge_gradients(hidden, younger, logits, mix_dtype)
     pointers, strides = row_arguments(younger)
@@ -509,21 +551,34 @@ def merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, mix_dty
             hidden_size,
             **merge_launch_options(len(younger) + 1, hidden_size),
         )
-    return outputs if norm_weight is None else [*outputs, grad_norm_weights.sum(0).to(norm_weight.dtype)]
+    if norm_weight is None or grad_norm_weights is None:
+        return outputs
+    return [*outputs, grad_norm_weights.sum(0).to(norm_weight.dtype)]
 
 
-def new_merge_gradients(hidden, younger, logits, mix_dtype) -> list[torch.Tensor]:
+def new_merge_gradients(
+    hidden: torch.Tensor, younger: list[torch.Tensor], logits: torch.Tensor, mix_dtype: torch.dtype
+) -> list[torch.Tensor]:
     values = [empty(hidden.shape, hidden, dtype) for dtype in (mix_dtype, *(value.dtype for value in younger))]
     return [*values, empty(logits.shape, logits, logits.dtype)]
 
 
 @merge_backward_op.register_fake
-def _(grad_hidden, grad_normed, hidden, younger, logits, mix_dtype, norm_weight, eps):
+def fake_merge_backward(
+    grad_hidden: torch.Tensor | None,
+    grad_normed: torch.Tensor | None,
+    hidden: torch.Tensor,
+    younger: list[torch.Tensor],
+    logits: torch.Tensor,
+    mix_dtype: torch.dtype,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+) -> list[torch.Tensor]:
     outputs = new_merge_gradients(hidden, younger, logits, mix_dtype)
     return outputs if norm_weight is None else [*outputs, empty(norm_weight.shape, hidden, norm_weight.dtype)]
 
 
-def save_for_merge_backward(ctx, inputs, output):
+def save_for_merge_backward(ctx: Any, inputs: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
     """Keeps the hidden states in place of the mix: the next module keeps them anyway."""
     values, logits, _, norm_weight, ctx.eps = inputs if len(inputs) == 5 else (*inputs, None, 0.0)
     hidden = output[0] if isinstance(output, tuple) else output
@@ -532,11 +587,11 @@ def save_for_merge_backward(ctx, inputs, output):
     ctx.save_for_backward(norm_weight, hidden, logits, *values[1:])
 
 
-def merge_backward(ctx, grad_hidden):
+def merge_backward(ctx: Any, grad_hidden: torch.Tensor | None) -> tuple:
     return merge_norm_backward(ctx, grad_hidden, None)[:3]
 
 
-def merge_norm_backward(ctx, grad_hidden, grad_normed):
+def merge_norm_backward(ctx: Any, grad_hidden: torch.Tensor | None, grad_normed: torch.Tensor | None) -> tuple:
     norm_weight, hidden, logits, *younger = ctx.saved_tensors
     grads = merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, ctx.mix_dtype, norm_weight, ctx.eps)
     grad_values, grads = grads[: len(younger) + 1], grads[len(younger) + 1 :]

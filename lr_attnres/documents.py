@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 
 # The text that ships with the package, see corpora/LICENSE.md; a source of this name means it.
@@ -26,7 +27,7 @@ class Documents(ABC):
     def position(self) -> object: ...
 
     @abstractmethod
-    def resume(self, position: object) -> None: ...
+    def resume(self, position: Any) -> None: ...
 
     @abstractmethod
     def describe(self) -> list[dict]:
@@ -34,7 +35,7 @@ class Documents(ABC):
 
 
 def open_documents(
-    sources: list[str | os.PathLike], column: str = "text", name: str | None = None, split: str = "train"
+    sources: Sequence[str | os.PathLike], column: str = "text", name: str | None = None, split: str = "train"
 ) -> Documents:
     """The documents of `.txt` files (one each), `.jsonl` files (the field `column` of each line), folders of such
     files, or of one dataset of the Hub or of a local folder (streamed: configuration `name`, `split`, `column`)."""
@@ -42,7 +43,7 @@ def open_documents(
         raise ValueError(f"`sources` is empty: give files, folders, a dataset, or {EMBEDDED!r}, the embedded text.")
     if not all(os.fspath(source).strip() for source in sources):
         raise ValueError("`sources` has an empty name; for the current folder give '.'.")
-    files = [_files_of(source) for source in map(os.fspath, sources)]
+    files = [_files_of(os.fspath(source)) for source in sources]
     if all(files):
         return FileDocuments([path for paths in files for path in paths], column)
     if len(sources) > 1:
@@ -68,7 +69,7 @@ class FileDocuments(Documents):
         self.paths, self.column = paths, column
         self.resume((0, 0, 0))
 
-    def resume(self, position) -> None:
+    def resume(self, position: Sequence[int]) -> None:
         self._file, self._offset, self._line = position
 
     @property
@@ -128,6 +129,7 @@ class DatasetDocuments(Documents):
     def __init__(self, path: str, column: str, name: str | None, split: str):
         from datasets import load_dataset
 
+        self.path = path
         self.source = {"dataset": path, "name": name, "split": split}
         self.column = column
         try:
@@ -139,7 +141,7 @@ class DatasetDocuments(Documents):
             _check_column(columns, column, path)
             self.dataset = self.dataset.select_columns(column)  # leaves the others unread
 
-    def resume(self, position) -> None:
+    def resume(self, position: dict) -> None:
         self.dataset.load_state_dict(position)
 
     @property
@@ -151,10 +153,10 @@ class DatasetDocuments(Documents):
 
     def __iter__(self) -> Iterator[str]:
         for record in self.dataset:
-            yield _checked_text(record, self.column, self.source["dataset"])
+            yield _checked_text(record, self.column, self.path)
 
 
-def _check_column(columns, column: str, place: str) -> None:
+def _check_column(columns: Iterable[str], column: str, place: str) -> None:
     if column not in columns:
         raise ValueError(f"{place} has no column {column!r}; it has {', '.join(sorted(columns))}: give --column.")
 

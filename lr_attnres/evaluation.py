@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from .batches import flatten_for_flash
 from .data import PackedTokens
-from .losses import use_chunked_loss
+from .losses import find_language_model, use_chunked_loss
 from .text_generation import load_language_model
 
 
@@ -33,7 +33,11 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, dataset: Dataset, accelerator: Accelerator, batch_size: int = 8, progress_bar: bool = False
+    model: PreTrainedModel,
+    dataset: PackedTokens,
+    accelerator: Accelerator,
+    batch_size: int = 8,
+    progress_bar: bool = False,
 ) -> Evaluation:
     """Cross-entropy over all rows of `dataset`, shared among the processes.
 
@@ -76,7 +80,7 @@ def evaluate_folder(
         raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
     dataset = PackedTokens(data, split)
     accelerator = Accelerator(mixed_precision="no")
-    loaded = load_language_model(os.fspath(model), dtype=dtype).to(accelerator.device)
+    loaded = load_language_model(os.fspath(model), str(accelerator.device), dtype)
     check_fits(loaded.config.vocab_size, loaded.config.max_position_embeddings, dataset.manifest)
     check_same_tokens(os.fspath(model), dataset)
     return evaluate(loaded, dataset, accelerator, batch_size, progress_bar=True)
@@ -113,8 +117,8 @@ def num_targets(labels: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _plain_cross_entropy(model: torch.nn.Module) -> Iterator[None]:
     """In chunks, without z-loss."""
-    language_model = next((module for module in model.modules() if "chunked_loss" in vars(module)), None)
-    before = getattr(language_model, "chunked_loss", None)
+    language_model = find_language_model(model)
+    before = language_model.chunked_loss
     use_chunked_loss(model)
     try:
         yield

@@ -30,6 +30,7 @@ NO_ROUTING = (
     "**{name}** has the ordinary residual sum (`residual_type` is `standard`): there is no depth routing to show. "
     "It still generates text; open an `attnres`, `projected` or `sliced` model to see routing."
 )
+Marked = list[tuple[str, str | None]]  # tokens, those that are compared with their label
 
 
 @dataclass
@@ -91,12 +92,12 @@ class ExploredModel:
 
     def pieces(self, tokens: list[int]) -> list[str]:
         """One text per token, with line ends made visible."""
-        return [self.tokenizer.decode([token]).replace("\n", "⏎") for token in tokens]
+        return [str(self.tokenizer.decode([token])).replace("\n", "⏎") for token in tokens]
 
     def _choose(self, logits: torch.Tensor, temperature: float) -> int:
         if temperature == 0:
-            return logits.argmax().item()
-        return torch.multinomial((logits.float() / temperature).softmax(-1), 1).item()
+            return int(logits.argmax())
+        return int(torch.multinomial((logits.float() / temperature).softmax(-1), 1))
 
     def _weights(self, depth_weights: tuple[torch.Tensor, ...], num_tokens: int) -> list[torch.Tensor]:
         """M tensors [1, T, S of the site] -> T tensors [M, S]."""
@@ -160,7 +161,9 @@ class Page:
         if len(models) == 2 and models[0].tokenizer.get_vocab() != models[1].tokenizer.get_vocab():
             raise ValueError("the two models have different tokenizers, so they cannot read the same tokens.")
 
-    def generate(self, prompt: str, max_new_tokens: float, temperature: float):
+    def generate(
+        self, prompt: str, max_new_tokens: float, temperature: float
+    ) -> Iterator[tuple[Marked, Reading, list[int], str]]:
         """-> tokens, reading, picked tokens, message; token by token."""
         try:
             tokens = self.writer.encode(prompt)
@@ -178,21 +181,23 @@ class Page:
         full = len(reading.tokens) == self.writer.config.max_position_embeddings
         return f"{count} {'The context is full. ' if full else ''}Click a token to see where the sites read for it."
 
-    def show_tokens(self, reading: Reading, picked: list[int]) -> list[tuple[str, str | None]]:
+    def show_tokens(self, reading: Reading, picked: list[int]) -> Marked:
         labels = dict(zip(picked, (FIRST, SECOND)))
         return [(piece, labels.get(i)) for i, piece in enumerate(self.writer.pieces(reading.tokens))]
 
-    def pick(self, reading: Reading, picked: list[int], compare: str, event: gr.SelectData):
+    def pick(
+        self, reading: Reading, picked: list[int], compare: str, event: gr.SelectData
+    ) -> tuple[list[int], Marked]:
         """A click: the token comes first, the one clicked before second."""
         index = event.index[0] if isinstance(event.index, (list, tuple)) else event.index
         picked = [index, *(other for other in picked if other != index)][:2]
         return picked, self.mark(reading, picked, compare)
 
-    def mark(self, reading: Reading, picked: list[int], compare: str) -> list[tuple[str, str | None]]:
+    def mark(self, reading: Reading, picked: list[int], compare: str) -> Marked:
         """The tokens, with those of the comparison coloured."""
         return self.show_tokens(reading, picked if compare == PREVIOUS else picked[:1])
 
-    def look(self, reading: Reading, picked: list[int], compare: str):
+    def look(self, reading: Reading, picked: list[int], compare: str) -> tuple[Figure | None, Figure | None, str]:
         """-> heatmaps, effective sources, caption."""
         views = self.views(reading, picked, compare)
         if not views:

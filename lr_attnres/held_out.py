@@ -38,7 +38,8 @@ def text_rows(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Documents packed end to end into rows as `prepare` packs them; the last row may be shorter."""
-    tokens, positions = [], []
+    tokens: list[int] = []
+    positions: list[int] = []
     for text in documents:
         position = 0
         for piece in [*_pieces(text), None]:
@@ -71,7 +72,7 @@ def _row(tokens: list[int], positions: list[int]) -> dict[str, torch.Tensor]:
     input_ids, position_ids = torch.tensor(tokens), torch.tensor(positions)
     # A row starts afresh, also inside a document.
     restart = (position_ids == 0).nonzero()
-    first = restart[0].item() if len(restart) else len(tokens)
+    first = int(restart[0]) if len(restart) else len(tokens)
     position_ids[:first] = torch.arange(first)
     return {
         "input_ids": input_ids,
@@ -82,7 +83,7 @@ def _row(tokens: list[int], positions: list[int]) -> dict[str, torch.Tensor]:
 
 def make_batches(rows: Iterable[dict], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
     """Stack rows of the same length."""
-    batch = []
+    batch: list[dict[str, torch.Tensor]] = []
     for row in rows:
         if batch and (len(batch) == batch_size or len(row["input_ids"]) != len(batch[0]["input_ids"])):
             yield torch.utils.data.default_collate(batch)

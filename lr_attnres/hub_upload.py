@@ -228,7 +228,7 @@ def _open_repo(api: HfApi, repo_id: str, private: bool | None, revision: str | N
     try:
         return api.model_info(repo_id, revision=revision)
     except RevisionNotFoundError:
-        if create_pr:
+        if create_pr or revision is None:
             raise
         api.create_branch(repo_id, branch=revision)
         return api.model_info(repo_id, revision=revision)

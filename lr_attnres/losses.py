@@ -4,6 +4,7 @@ Shape letters: T tokens of the batch, C tokens of a chunk, D hidden size, V voca
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +26,18 @@ def use_chunked_loss(model: nn.Module, z_loss: float = 0.0, chunk_size: int | No
         raise ValueError(f"`z_loss` is {z_loss}; it must be finite and not negative.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"`chunk_size` is {chunk_size}; it must be at least 1, or None.")
+    language_model = find_language_model(model)
+    _check_head(language_model.lm_head)
+    language_model.chunked_loss = ChunkedLoss(z_loss, chunk_size)
+
+
+def find_language_model(model: nn.Module) -> Any:
+    """The `LRAttnResForCausalLM` in its wrappers: the class of this package, or that of a folder's own code."""
     # `vars`, because wrappers pretend to have the attributes of what they wrap
     language_models = [module for module in model.modules() if "chunked_loss" in vars(module)]
     if not language_models:
         raise ValueError(f"{type(model).__name__} has no chunked loss; it needs an LRAttnResForCausalLM.")
-    _check_head(language_models[0].lm_head)
-    language_models[0].chunked_loss = ChunkedLoss(z_loss, chunk_size)
+    return language_models[0]
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class ChunkedLoss:
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
         shift_labels: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """The loss of Transformers' `ForCausalLMLoss`, plus z-loss, for hidden states [B, T, D]."""
         _check_head(head)
@@ -65,7 +72,7 @@ class ChunkedLoss:
                 raise ValueError("The chunked loss does not work with tensor parallelism, which splits `lm_head`.")
             return loss(hidden_states)
         # The head belongs to an FSDP group of its own: calling the module is what gathers and frees its weight.
-        head.forward = loss
+        head.forward = loss  # type: ignore[method-assign, assignment]
         try:
             return head(hidden_states)
         finally:
@@ -102,7 +109,17 @@ class _ChunkedSum(torch.autograd.Function):
     """Sum over the targets of cross-entropy and z-loss."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, z_loss, size, ignore_index, dtype, eager_gradients):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        z_loss: float,
+        size: int,
+        ignore_index: int,
+        dtype: torch.dtype,
+        eager_gradients: bool,
+    ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.settings = (z_loss, size, ignore_index, dtype)
         wanted = ctx.needs_input_grad[:2] if eager_gradients else (False, False)
@@ -112,7 +129,7 @@ class _ChunkedSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # The buffers are given away, scaled in place: a second backward over the same graph makes new ones.
         gradients = ctx.__dict__.pop("gradients", None)
         if gradients is None:
@@ -122,7 +139,17 @@ class _ChunkedSum(torch.autograd.Function):
         return *like, None, None, None, None, None, None
 
 
-def _sum_over_chunks(hidden, weight, targets, z_loss, size, ignore_index, dtype, hidden_grad, weight_grad):
+def _sum_over_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    z_loss: float,
+    size: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    hidden_grad: bool,
+    weight_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """-> the sum, its gradient for the hidden states [T, D] and for the weight [V, D] in float32, each if wanted."""
     precise = torch.promote_types(dtype, torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -144,7 +171,15 @@ def _sum_over_chunks(hidden, weight, targets, z_loss, size, ignore_index, dtype,
     return total, hidden_gradient, weight_gradient
 
 
-def _one_chunk(hidden, weight, targets, z_loss, ignore_index, hidden_gradient, weight_gradient):
+def _one_chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    z_loss: float,
+    ignore_index: int,
+    hidden_gradient: torch.Tensor | None,
+    weight_gradient: torch.Tensor | None,
+) -> torch.Tensor:
     """Returns the sum of a chunk; writes its hidden gradient [C, D] and adds to the weight gradient [V, D]."""
     logits = _product(hidden, weight.t())  # [C, V], the only tensor of this size: it becomes its own gradient
     counted = targets != ignore_index

@@ -29,7 +29,7 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.close()
 
     def advance(self, record: dict[str, Any], seconds: float) -> None:

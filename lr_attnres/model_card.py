@@ -91,7 +91,7 @@ def model_card(
     has_tokenizer = (Path(folder) / "tokenizer_config.json").exists()
     results = [
         EvalResult(
-            task_type=PIPELINE_TAGS[config.architectures[0]],
+            task_type=PIPELINE_TAGS[_architecture(config)],
             dataset_type=result["dataset"],
             dataset_name=result["dataset"],
             metric_type=result["metric"],
@@ -105,7 +105,7 @@ def model_card(
         language=provenance.get("language"),
         license=provenance.get("license"),
         library_name="transformers",
-        pipeline_tag=PIPELINE_TAGS[config.architectures[0]],
+        pipeline_tag=PIPELINE_TAGS[_architecture(config)],
         tags=["custom_code", "lr_attnres", config.residual_type, *tags],
         datasets=provenance.get("datasets"),
         model_name=name,
@@ -124,6 +124,11 @@ def model_card(
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n")
 
 
+def _architecture(config: LRAttnResConfig) -> str:
+    """A saved config has it."""
+    return (config.architectures or ["LRAttnResModel"])[0]
+
+
 def _variant_section(config: LRAttnResConfig) -> str:
     rows = {
         "residual": f"`{config.residual_type}`",
@@ -136,7 +141,7 @@ def _variant_section(config: LRAttnResConfig) -> str:
     if config.residual_type != "standard":
         blocks = config.num_depth_blocks
         rows["sources"] = "one per sub-layer (full)" if blocks is None else f"{blocks} blocks of sub-layers"
-        rows["rank of the routing keys"] = config.depth_key_rank
+        rows["rank of the routing keys"] = str(config.depth_key_rank)
     return f"A decoder-only Transformer with {VARIANTS[config.residual_type]}.\n\n" + _table(("", ""), rows.items())
 
 
@@ -182,7 +187,7 @@ def _evaluation_section(provenance: dict[str, Any]) -> str:
 
 
 def _usage_section(config: LRAttnResConfig, has_tokenizer: bool, repo_id: str | None, revision: str | None) -> str:
-    auto_class = next(key for key, entry in config.auto_map.items() if entry.endswith(f".{config.architectures[0]}"))
+    auto_class = next(key for key, entry in config.auto_map.items() if entry.endswith(f".{_architecture(config)}"))
     pin = f', revision="{revision}"' if revision else ""
     # The tokenizer is a plain one, but AutoTokenizer reads the config, which has code of its own.
     arguments = f'"{repo_id or "path/to/this/folder"}"{pin}, trust_remote_code=True'
@@ -203,6 +208,6 @@ def _usage_section(config: LRAttnResConfig, has_tokenizer: bool, repo_id: str | 
     return f"## Use\n\n{text}\n\n```python\n" + "\n".join(lines) + "\n```"
 
 
-def _table(header: tuple[str, str], rows) -> str:
+def _table(header: tuple[str, str], rows: Iterable[tuple[str, object]]) -> str:
     lines = [f"| {header[0]} | {header[1]} |", "|---|---|"]
     return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows)])

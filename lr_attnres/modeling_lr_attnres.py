@@ -6,13 +6,15 @@ Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources 
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation.utils import GenerateOutput
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -85,13 +87,17 @@ class LRAttnResMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
+def rope_parameters(config: LRAttnResConfig) -> dict[str, Any]:
+    return {**(config.rope_parameters or {})}
+
+
 class LRAttnResRotaryEmbedding(nn.Module):
     def __init__(self, config: LRAttnResConfig):
         super().__init__()
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
         self.config = config
-        self.rope_type = config.rope_parameters["rope_type"]
+        self.rope_type = rope_parameters(config)["rope_type"]
         init_function: Callable = self.compute_default_rope_parameters
         if self.rope_type != "default":
             init_function = ROPE_INIT_FUNCTIONS[self.rope_type]
@@ -100,9 +106,10 @@ class LRAttnResRotaryEmbedding(nn.Module):
         self.original_inv_freq = nn.Buffer(inv_freq.clone(), persistent=False)
 
     @staticmethod
-    def compute_default_rope_parameters(config: LRAttnResConfig, **kwargs) -> tuple[torch.Tensor, float]:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+    def compute_default_rope_parameters(config: LRAttnResConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
+        _, head_dim = config.attention_sizes()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        return rope_parameters(config)["rope_theta"] ** -exponents, 1.0
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -118,7 +125,9 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=1):
+def apply_rotary_pos_emb(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return query * cos + rotate_half(query) * sin, key * cos + rotate_half(key) * sin
 
@@ -128,7 +137,7 @@ def repeat_kv(states: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def eager_attention_forward(
-    module: nn.Module,
+    module: "LRAttnResAttention",
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -151,14 +160,14 @@ class LRAttnResAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        num_key_value_heads, self.head_dim = config.attention_sizes()
+        self.num_key_value_groups = config.num_attention_heads // num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, num_key_value_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, sublayer_output_size(config), bias=False)
         self.q_norm = LRAttnResRMSNorm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = LRAttnResRMSNorm(self.head_dim, config) if config.qk_norm else nn.Identity()
@@ -207,10 +216,10 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
         self.attn_read = LRAttnResDepthRead(config, sites[2 * layer_idx])
         self.mlp_read = LRAttnResDepthRead(config, sites[2 * layer_idx + 1])
 
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         hidden_states: torch.Tensor,
-        *depth_state: torch.Tensor,
+        *depth_state: torch.Tensor | DepthBank,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -218,7 +227,7 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         output_depth_weights: bool | None = False,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor | DepthBank, ...]:
         """Hidden states as read at site 2i -> as read at site 2i + 2; the depth state grows by two sub-layers."""
         output, _ = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
@@ -229,7 +238,7 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        hidden_states, _, normed, *depth_state = self.attn_read(
+        hidden_states, _, normed, *state = self.attn_read(
             hidden_states,
             output,
             *depth_state,
@@ -237,10 +246,10 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
             output_depth_weights=output_depth_weights,
         )
         output = self.mlp(normed)
-        hidden_states, _, _, *depth_state = self.mlp_read(
-            hidden_states, output, *depth_state, output_depth_weights=output_depth_weights
+        hidden_states, _, _, *state = self.mlp_read(
+            hidden_states, output, *state, output_depth_weights=output_depth_weights
         )
-        return hidden_states, *depth_state
+        return hidden_states, *state
 
 
 @auto_docstring
@@ -262,7 +271,7 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         "depth_weights": OutputRecorder(LRAttnResDepthRead, index=1),
     }
 
-    def __init__(self, config: LRAttnResConfig, *args, **kwargs):
+    def __init__(self, config: LRAttnResConfig, *args: Any, **kwargs: Any):
         config.validate()  # fields may have been set since the config was made, as `from_pretrained` overrides are
         super().__init__(config, *args, **kwargs)
         if config.residual_type != "standard":
@@ -274,7 +283,7 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         if self.config.residual_type == "standard":
             return None
         read = next(module for module in self.modules() if isinstance(module, LRAttnResDepthRead))
-        return read.backend or default_depth_backend(self.get_input_embeddings().weight)
+        return read.backend or default_depth_backend(next(self.get_input_embeddings().parameters()))
 
     def set_depth_backend(self, backend: str | None) -> None:
         """Compute the reads with `"torch"`, on any device, or with the `"triton"` kernels, on GPUs; None, as at first,
@@ -292,7 +301,7 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
                 module.backend = backend
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, LRAttnResDepthQueries):
             init.zeros_(module.weight)
@@ -310,12 +319,11 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         if config.residual_type == "projected":
             self.depth_embedding_key = nn.Linear(config.hidden_size, config.depth_key_rank, bias=False)
         sites = DepthSite.schedule(2 * config.num_hidden_layers, config.num_depth_blocks)
-        self.layers = nn.ModuleList(
-            [LRAttnResDecoderLayer(config, layer_idx, sites) for layer_idx in range(config.num_hidden_layers)]
-        )
+        layers = [LRAttnResDecoderLayer(config, layer_idx, sites) for layer_idx in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = LRAttnResRMSNorm(config.hidden_size, config)
         if config.depth_scaled_eps and config.residual_type != "standard":
-            norms = [norm for layer in self.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+            norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
             for site, norm in zip(sites, [*norms[1:], self.norm]):  # the first norm follows site 0, no read
                 norm.eps = config.rms_norm_eps / (site.num_completed + 1) ** 2
         self.rotary_emb = LRAttnResRotaryEmbedding(config)
@@ -343,11 +351,11 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
@@ -378,7 +386,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)
 
         hidden_states = inputs_embeds  # site 0 reads the embedding alone
-        depth_state = self.start_depth_state(inputs_embeds)
+        depth_state = [*self.start_depth_state(inputs_embeds)]
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states, *depth_state = decoder_layer(
@@ -415,7 +423,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     @auto_docstring
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -434,7 +442,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
         """
         if output_depth_weights is not None:  # else the config decides
             kwargs["output_depth_weights"] = output_depth_weights
-        outputs: LRAttnResModelOutputWithPast = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -460,24 +468,32 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
             depth_weights=outputs.depth_weights,
         )
 
-    def generate(self, inputs=None, generation_config=None, *args, **kwargs) -> ModelOutput | torch.LongTensor:
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> GenerateOutput | torch.LongTensor:
         """As in Transformers. With `output_depth_weights=True, return_dict_in_generate=True` the output also has
         `depth_weights`: for each step one tuple over the sites of `[batch, tokens, sources]`, where the first step
         has the tokens of the prompt and each other one the tokens that it went on from."""
-        steps = [] if kwargs.get("output_depth_weights") else None
+        steps: list[tuple] | None = [] if kwargs.get("output_depth_weights") else None
         returns_dict = (generation_config or self.generation_config).return_dict_in_generate
         if steps is not None and not kwargs.get("return_dict_in_generate", returns_dict):
             raise ValueError("`output_depth_weights=True` in `generate` needs `return_dict_in_generate=True`.")
         token = generated_depth_weights.set(steps)
         try:
-            outputs = super().generate(inputs, generation_config, *args, **kwargs)
+            outputs = super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
         finally:
             generated_depth_weights.reset(token)
-        if steps is not None:
+        if steps is not None and isinstance(outputs, ModelOutput):
             outputs["depth_weights"] = tuple(steps)
         return outputs
 
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         steps = generated_depth_weights.get()
         if steps is not None:
             # Assisted decoding, which alone says how many tokens are new, also reads candidates that it then rejects.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch.optim import AdamW, Muon, Optimizer
@@ -11,7 +12,9 @@ from torch.overrides import TorchFunctionMode
 class _NoBfloat16(TorchFunctionMode):
     """Tensors that would become bfloat16 stay in float32 or better."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, function: Callable, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function is torch.Tensor.bfloat16:
             return args[0].to(torch.promote_types(args[0].dtype, torch.float32), copy=True)
         return function(*args, **(kwargs or {}))
@@ -23,7 +26,7 @@ class MatrixMuon(Muon):
     It is written for bfloat16, which GPUs multiply fastest and most CPUs can only emulate.
     """
 
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         on_cpu = all(parameter.device.type == "cpu" for group in self.param_groups for parameter in group["params"])
         with _NoBfloat16() if on_cpu else nullcontext():
             return super().step(closure)
@@ -53,7 +56,7 @@ class MuonAdamW(Optimizer):
         super().__init__([next(filled[group["algorithm"]]) for group in param_groups], defaults={})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -119,7 +122,7 @@ def muon_adamw_factory() -> Callable[..., MuonAdamW]:
 
 def split_parameters(model: torch.nn.Module) -> dict[str, list[str]]:
     """The names of the trainable parameters, by group."""
-    names = {"muon": [], "adamw": [], "queries": []}
+    names: dict[str, list[str]] = {"muon": [], "adamw": [], "queries": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

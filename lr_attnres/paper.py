@@ -1,15 +1,16 @@
 """The paper's published results: 0.5B parameters, 10B tokens of Ultra-FineWeb."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from .configuration_lr_attnres import LRAttnResConfig
+from .configuration_lr_attnres import LRAttnResConfig, ResidualType
 
 
 @dataclass(frozen=True)
 class PaperRow:
     """One trained model of the paper; its size is the default one of `LRAttnResConfig`."""
 
-    residual_type: str
+    residual_type: ResidualType
     num_depth_blocks: int | None
     depth_key_rank: int | None  # None where the variant has no rank of its own
     validation_loss: float
@@ -17,7 +18,7 @@ class PaperRow:
 
     @property
     def config(self) -> LRAttnResConfig:
-        rank = {} if self.depth_key_rank is None else {"depth_key_rank": self.depth_key_rank}
+        rank: dict[str, Any] = {} if self.depth_key_rank is None else {"depth_key_rank": self.depth_key_rank}
         return LRAttnResConfig(residual_type=self.residual_type, num_depth_blocks=self.num_depth_blocks, **rank)
 
 

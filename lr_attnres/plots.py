@@ -1,9 +1,11 @@
 """Figures of depth routing, each as PNG and SVG. A variant has the same colour in all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,7 +23,7 @@ LINES = ["-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1))]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 HEATMAP = "cividis"
 CLIP_PERCENTILE = 0.995
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -120,7 +122,7 @@ def heatmap(
     source = "source (0: embedding, then " + ("blocks; dot: partial)" if inside else "sub-layers)")
     axes.set(title=title, xlabel=source, ylabel="site")
     step = max(1, num_sites // 12)
-    axes.set_yticks(range(step - 1, num_sites, step), range(step, num_sites + 1, step))
+    axes.set_yticks(range(step - 1, num_sites, step), map(str, range(step, num_sites + 1, step)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     end = "max" if top < weights[~weights.isnan()].max().item() else "neither"
     axes.figure.colorbar(image, ax=axes, label=label, extend=end)
@@ -137,7 +139,7 @@ def shares_figure(analyses: list[DepthAnalysis]) -> Figure | None:
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
     for axes, analysis in zip(panels, routed):
         shares = analysis.tensors["shares"].numpy()
-        sites, bottom = range(1, len(shares) + 1), 0
+        sites, bottom = range(1, len(shares) + 1), np.zeros(len(shares))
         for i, (name, colour) in enumerate(SHARE_COLOURS.items()):
             axes.bar(sites, shares[:, i], bottom=bottom, width=0.9, color=colour, label=name)
             bottom = bottom + shares[:, i]
@@ -195,7 +197,7 @@ def loss_against_flops_figure(analyses: list[DepthAnalysis]) -> Figure:
     return loss_against_flops(points, "Loss on held-out text")
 
 
-def loss_against_flops(points: list[tuple[str, str, float, float]], ylabel: str) -> Figure:
+def loss_against_flops(points: Sequence[tuple[str, str, float, float]], ylabel: str) -> Figure:
     """Points (name, residual type, added FLOPs in percent, loss), each labelled."""
     figure, axes = _one_panel("Loss against added FLOPs", "added FLOPs (% of the core)", ylabel, (8.5, 5.2))
     smallest = min((x for _, _, x, _ in points if x > 0), default=1.0)
@@ -204,7 +206,8 @@ def loss_against_flops(points: list[tuple[str, str, float, float]], ylabel: str)
         chosen = [(x, y) for _, of_kind, x, y in points if of_kind == kind]
         if chosen:
             marker = MARKERS[list(COLOURS).index(kind)]
-            axes.scatter(*zip(*chosen), color=colour, marker=marker, s=45, label=kind, zorder=3)
+            xs, ys = zip(*chosen)
+            axes.scatter(xs, ys, color=colour, marker=marker, s=45, label=kind, zorder=3)
     largest = max(x for _, _, x, _ in points)
     axes.set_xlim(-smallest / 8, max(largest, smallest) * 2)
     ticks = [x for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if smallest / 2 <= x <= largest * 2]
@@ -212,7 +215,7 @@ def loss_against_flops(points: list[tuple[str, str, float, float]], ylabel: str)
     axes.minorticks_off()
     axes.margins(y=0.08)
     axes.legend()
-    _label_points(axes, [(name.removeprefix(kind).strip() or name, x, y) for name, kind, x, y in points])
+    _label_points(figure, axes, [(name.removeprefix(kind).strip() or name, x, y) for name, kind, x, y in points])
     return figure
 
 
@@ -265,7 +268,8 @@ def _one_panel(title: str, xlabel: str, ylabel: str, size: tuple[float, float] =
 
 def _styles(analyses: list[DepthAnalysis]) -> list[dict]:
     """The colour of the variant; the n-th model of a variant has the n-th line and marker."""
-    seen, styles = {}, []
+    seen: dict[str, int] = {}
+    styles = []
     for analysis in analyses:
         n = seen[analysis.residual_type] = seen.get(analysis.residual_type, -1) + 1
         styles.append(
@@ -289,10 +293,10 @@ def _lines(
     axes.legend()
 
 
-def _label_points(axes: Axes, points: list[tuple[str, float, float]], size: int = 8) -> None:
+def _label_points(figure: Figure, axes: Axes, points: list[tuple[str, float, float]], size: int = 8) -> None:
     """Write each label beside its point, at the first place around it that is still free."""
-    axes.figure.draw_without_rendering()  # settles where the points are
-    to_points = 72 / axes.figure.dpi
+    figure.draw_without_rendering()  # settles where the points are
+    to_points = 72 / figure.dpi
     places = [axes.transData.transform((x, y)) * to_points for _, x, y in points]
     taken = [(px - 4, py - 4, px + 4, py + 4) for px, py in places]
     for (label, x, y), (px, py) in zip(points, places):
@@ -300,7 +304,8 @@ def _label_points(axes: Axes, points: list[tuple[str, float, float]], size: int 
         around = [(8, 0), (6, 9), (6, -9), (-width - 8, 0), (-width / 2, 11), (-width / 2, -11)]
         around += [(-width - 6, 9), (-width - 6, -9), (8, 18), (8, -18)]
         boxes = [(px + dx, py + dy - height / 2, px + dx + width, py + dy + height / 2) for dx, dy in around]
-        best = min(range(len(boxes)), key=lambda i, boxes=boxes: sum(_overlap(boxes[i], box) for box in taken))
+        covered = [sum(_overlap(box, other) for other in taken) for box in boxes]
+        best = covered.index(min(covered))
         taken.append(boxes[best])
         axes.annotate(label, (x, y), xytext=around[best], textcoords="offset points", fontsize=size, va="center")
 

@@ -42,7 +42,7 @@ class ModelInMemory:
     @property
     def name(self) -> str:
         """A Hub name, or a folder's without those above it; the card, which shows it, is public."""
-        place = self.model.name_or_path
+        place = self.model.name_or_path or ""
         return (
             place if REPO_ID.fullmatch(place) and not Path(place).exists() else Path(place).name or self.architecture
         )

@@ -1,20 +1,28 @@
 """Text from a saved model, printed as it is made."""
 
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+    set_seed,
+)
+
+from .modeling_lr_attnres import LRAttnResForCausalLM
 
 
 class _Streamer(TextStreamer):
-    def __init__(self, tokenizer, output: TextIO):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, output: TextIO):
         super().__init__(tokenizer, skip_special_tokens=True)
         self.output = output
 
-    def on_finalized_text(self, text: str, stream_end: bool = False):
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         print(text, end="\n" if stream_end else "", file=self.output, flush=True)
 
 
@@ -44,7 +52,7 @@ def generate_text(
         raise ValueError(f"--top-p is {top_p}; it must lie above 0 and at most at 1.")
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
     model = load_language_model(source, device, dtype, revision=revision, token=token)
-    sampling = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
     if seed is not None:
@@ -54,15 +62,19 @@ def generate_text(
         tokens = model.generate(
             **inputs, max_new_tokens=max_new_tokens, streamer=_Streamer(tokenizer, output or sys.stdout), **sampling
         )
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 
-def load_language_model(source: str, device: str = "auto", dtype: str = "auto", **options) -> PreTrainedModel:
+def load_language_model(
+    source: str, device: str = "auto", dtype: str = "auto", **options: str | None
+) -> LRAttnResForCausalLM:
     """The model of a folder or Hub repository, on `device`: an accelerator if there is one, or the one named."""
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        # Any: the hint of Transformers leaves out the second value.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     except (SafetensorError, StrictDataclassError, RuntimeError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
+    model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"{source} lacks {len(missing)} weights that its config asks for, such as {missing[0]}.")
     try:

@@ -101,7 +101,7 @@ def _as_fast_tokenizer(tokenizer: Tokenizer, model_max_length: int) -> PreTraine
 def _merges(ranks: dict[bytes, int], names: dict[bytes, str]) -> list[tuple[str, str]]:
     """Every way to make a token from two others, in the order of the ranks."""
     merges = []
-    for token in sorted(ranks, key=ranks.get):
+    for token in sorted(ranks, key=ranks.__getitem__):
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
         pairs = [(left, right) for left, right in splits if left in ranks and right in ranks]
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))

@@ -17,7 +17,6 @@ from accelerate import Accelerator, DistributedType
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from huggingface_hub.errors import StrictDataclassError
-from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .batches import StepBatches, flatten_for_flash
@@ -84,7 +83,7 @@ def run(args: TrainArguments, accelerator: Accelerator) -> Path:
             record = {"step": step, "tokens": step * args.batch_tokens, "loss": loss, "grad_norm": grad_norm, **rates}
             metrics.advance(record, time.perf_counter() - started)
             last, save = step == args.steps, step % args.save_steps == 0
-            extra = {}
+            extra: dict[str, Any] = {}
             if validation is not None and (last or save or step % args.eval_steps == 0):
                 bare = accelerator.unwrap_model(model, keep_torch_compile=False)
                 extra["validation_loss"] = evaluate(bare, validation, accelerator, args.micro_batch_size).loss
@@ -260,7 +259,8 @@ def accumulate_gradients(
     signals: "StopSignals",
 ) -> tuple[float, float, bool]:
     """Clipped gradients of the mean loss over the whole batch -> loss, norm before clipping, whether to stop."""
-    targets = accelerator.reduce(sum(num_targets(batch["labels"]) for batch in micro_batches).to(accelerator.device))
+    targets = torch.stack([num_targets(batch["labels"]) for batch in micro_batches]).sum()
+    targets = accelerator.reduce(targets.to(accelerator.device))
     total = torch.zeros((), device=accelerator.device)
     for number, batch in enumerate(micro_batches, start=1):
         # Sharded gradients are small: there every micro-batch is reduced, and no process keeps them whole.
@@ -278,7 +278,7 @@ def accumulate_gradients(
 
 
 @torch.no_grad()
-def depth_entropy(accelerator: Accelerator, model: torch.nn.Module, data: Dataset) -> list[float]:
+def depth_entropy(accelerator: Accelerator, model: torch.nn.Module, data: PackedTokens) -> list[float]:
     """Entropy in nats of the depth weights on one row, per site 1..2L: 0 reads one source, log S all S alike."""
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     row = {name: data[0][name][None].to(accelerator.device) for name in ("input_ids", "position_ids")}
@@ -291,7 +291,7 @@ def depth_entropy(accelerator: Accelerator, model: torch.nn.Module, data: Datase
 class StopSignals:
     """Inside, SIGTERM and Ctrl-C are remembered for the end of the step; a second one acts at once."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.received: int | None = None
         self.before: dict[int, Any] = {}
 
@@ -300,11 +300,11 @@ class StopSignals:
             self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _remember(self, number, frame) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         self.received = number
         self.__exit__()
 

@@ -42,9 +42,9 @@ def argument(default: Any, text: str, free: bool = False, choices: list[str] | N
 class TrainArguments:
     """A run of `lr-attnres train`. The defaults are the paper's recipe; `data`, `output_dir` and `steps` are asked."""
 
-    data: str | None = argument(None, "folder written by `lr-attnres prepare`", free=True)
-    output_dir: str | None = argument(None, "folder of the run: metrics, checkpoints and the model", free=True)
-    steps: int | None = argument(None, "optimizer steps")
+    data: str = argument(None, "folder written by `lr-attnres prepare`", free=True)
+    output_dir: str = argument(None, "folder of the run: metrics, checkpoints and the model", free=True)
+    steps: int = argument(None, "optimizer steps")
 
     variant: str = argument("sliced-n8-r64", "standard, attnres-n8, projected-full-r32, sliced-n8-r64, ...")
     model: dict = argument({}, "fields of LRAttnResConfig: hidden_size=256 num_hidden_layers=4 ...")
@@ -86,8 +86,8 @@ class TrainArguments:
         for name in ("data", "output_dir", "steps"):
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is not set: give --{name.replace('_', '-')} or a line in the YAML file.")
-        at_least_one = ("steps", "batch_tokens", "micro_batch_size", "keep_last", "log_steps")
-        at_least_one += ("eval_steps", "entropy_steps", "save_steps")
+        at_least_one = ["steps", "batch_tokens", "micro_batch_size", "keep_last", "log_steps"]
+        at_least_one += ["eval_steps", "entropy_steps", "save_steps"]
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
@@ -193,7 +193,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 class _FieldValues(argparse.Action):
     """`hidden_size=256 qk_norm=false` -> a mapping, each value read as YAML."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         mapping = {}
         for item in values:
             name, separator, value = item.partition("=")
@@ -234,8 +240,9 @@ def _convert(name: str, value: Any) -> Any:
     """The value as the field's type; YAML reads 1e-3 as text."""
     hint = typing.get_type_hints(TrainArguments)[name]
     kind = _kinds(hint)[0]
+    default = {field.name: field.default for field in dataclasses.fields(TrainArguments)}[name]
     try:
-        if value is None and type(None) in _kinds(hint):
+        if value is None and default is None:
             return None
         if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
             return float(value)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
-from .configuration_lr_attnres import LRAttnResConfig
+from .configuration_lr_attnres import LRAttnResConfig, ResidualType
 from .hub_upload import copy_code
 from .model_card import model_card, write_provenance
 from .model_folder import check_absent, compare_logits, staged_folder, write_weights
@@ -59,7 +59,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def upgraded_config(
     config: PreTrainedConfig,
-    residual_type: str = "sliced",
+    residual_type: ResidualType = "sliced",
     num_depth_blocks: int | None = 8,
     depth_key_rank: int = 64,
 ) -> LRAttnResConfig:
@@ -193,7 +193,7 @@ def upgrade_model(
     model_or_path: PreTrainedModel | str | os.PathLike,
     output_dir: str | os.PathLike,
     *,
-    residual_type: str = "sliced",
+    residual_type: ResidualType = "sliced",
     num_depth_blocks: int | None = 8,
     depth_key_rank: int = 64,
     seed: int = 0,
