@@ -6,6 +6,7 @@ noise of the machine alone reaches.
 """
 
 import argparse
+import ctypes
 import json
 import platform
 import sys
@@ -38,6 +39,7 @@ ROWS = {
     "Qwen3ForCausalLM": None,
 }
 CONTROL = "standard, again"
+BATCH = 5  # rows beside `standard` that are in memory at once
 PAPER_DEPTH_ROWS = [row for row in ROWS if "N=4" not in row]
 
 
@@ -45,8 +47,9 @@ class NaiveDepthRead(LRAttnResDepthRead):
     """The same site with one read over a stack of all its sources, differentiated by autograd."""
 
     def read(self, completed, source, mixes, dtype, norm):
-        logits = torch.cat([*(older[..., self.here] for older in completed[1::2]), *source[1:]], dim=-1)
-        hidden = naive_depth_read([*completed[0::2], *source[:1]], logits).to(dtype)
+        own = [] if source is None else [*source]
+        logits = torch.cat([*(older[..., self.here] for older in completed[1::2]), *own[1:]], dim=-1)
+        hidden = naive_depth_read([*completed[0::2], *own[:1]], logits).to(dtype)
         return hidden, norm and norm(hidden), ()
 
 
@@ -87,9 +90,19 @@ def check_against_naive_read(rows: list[str]) -> None:
             torch.testing.assert_close(ours, naive, rtol=1e-7, atol=1e-9, msg=lambda m, r=row: f"{r}: {m}")
 
 
+def keep_freed_memory() -> None:
+    """Let the allocator of the C library keep what is freed: fetching it back page by page is noise of some per cent."""
+    trim_threshold, mmap_threshold, top_pad = -1, -3, -2  # M_* of malloc.h; the second has an upper limit of 32 MiB
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        for option, value in ((trim_threshold, 2**31 - 1), (mmap_threshold, 2**25), (top_pad, 2**28)):
+            library.mallopt(option, value)
+
+
 def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
     """The smallest wall time of each step, in seconds. One untimed round first; each round begins with another step,
     so that none always follows the same one."""
+    keep_freed_memory()
     best, names = dict.fromkeys(steps, float("inf")), list(steps)
     for repeat in range(repeats + 1):
         first = repeat % len(names)
@@ -111,8 +124,8 @@ def compare(
     for mode, rows_of_mode in modes.items():
         chosen = [row for row in rows if row in rows_of_mode and row != "standard"]
         columns[mode] = {"standard": 1.0, CONTROL: 1.0}
-        for start in range(0, len(chosen), 4):
-            batch = ["standard", *chosen[start : start + 4]]
+        for start in range(0, len(chosen), BATCH):
+            batch = ["standard", *chosen[start : start + BATCH]]
             print(f"{mode}: {', '.join(batch)}", file=sys.stderr, flush=True)
             steps = {row: make_step(row, mode == "compiled") for row in batch}
             times = interleave(steps | {CONTROL: steps["standard"]}, repeats)

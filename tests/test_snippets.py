@@ -34,7 +34,7 @@ NOT_RUN = {
     "from openai import": "needs the server; test_serving.py",
 }
 # Training for as long as the README says would take minutes.
-SHORTER = {"train": ["--steps", "2"]}
+SHORTER = {"train": ["--steps", "2", "--warmup-steps", "1"]}
 
 
 def snippets(page: Path) -> list[tuple[str, str]]:
