@@ -4,6 +4,7 @@ Shape letters: B batch, T tokens, S sources of a site, M = 2L sites and sub-laye
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -15,11 +16,12 @@ from torch import nn
 from tqdm import tqdm
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .cost import depth_cost, load_config, variant_name
+from .cost import depth_cost, variant_name
 from .depth_routing import depth_block_ends
+from .loading import load_config, load_language_model
 from .losses import use_chunked_loss
+from .model_folder import check_absent, staged_folder
 from .modeling_lr_attnres import LRAttnResForCausalLM
-from .text_generation import load_language_model
 
 
 METRICS_FILE = "metrics.jsonl"
@@ -93,12 +95,10 @@ def analyze(
         output_dir: folder to create, with one folder per model and the figures.
         sequence_length: tokens of a row of text; default: the model's context, at most 2,048.
     """
-    from .conversion import staged_folder
     from .held_out import make_batches, open_rows, take_tokens
     from .plots import draw
 
-    if os.path.lexists(output_dir):
-        raise ValueError(f"{output_dir} exists already; choose a folder that does not.")
+    check_absent(Path(output_dir))
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"--max-tokens is {max_tokens}; it must be at least 1.")
     if batch_size < 1:
@@ -156,6 +156,8 @@ def analyze_model(
                 bar.update(batch["input_ids"].numel())
     if not routing.tokens:
         raise ValueError("the data holds no tokens.")
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of {name} is {loss}: weights are damaged, or too large for --dtype.")
     tensors = routing.means() | {"output_magnitude": magnitudes.means(), "query_norms": _query_norms(model)}
     return DepthAnalysis(
         name=name or variant_name(model.config),
@@ -274,10 +276,12 @@ def average_gradient_norm(source: str | os.PathLike) -> float | None:
 
 def _names(sources: list[str]) -> list[str]:
     """The variants, told apart by their folders where several models have the same."""
-    names = [variant_name(load_config(source)) for source in sources]
-    return [
-        name if names.count(name) == 1 else f"{name} ({Path(source).name})" for name, source in zip(names, sources)
-    ]
+    variants = [variant_name(load_config(source)) for source in sources]
+    for place in (lambda source: "", lambda source: f" ({Path(source).name})", lambda source: f" ({source})"):
+        names = [variant + place(source) for variant, source in zip(variants, sources)]
+        if len({_file_name(name) for name in names}) == len(names):
+            return names
+    raise ValueError(f"the same model is given twice: {', '.join(sources)}.")
 
 
 def _file_name(name: str) -> str:

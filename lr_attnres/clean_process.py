@@ -22,6 +22,7 @@ def load_in_clean_process(folder: str | os.PathLike, dtype: str = "auto") -> dic
     token id plus one, None without a tokenizer. Runs the code of the folder.
     """
     with tempfile.TemporaryDirectory(prefix="lr-attnres-") as scratch:
+        print("Checking the folder in a clean process ...", file=sys.stderr)
         environment = {name: value for name, value in os.environ.items() if name != "HF_MODULES_CACHE"}
         environment |= {"HF_HOME": scratch, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         result_file = Path(scratch) / "result.pt"

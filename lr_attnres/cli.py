@@ -1,26 +1,74 @@
 """The command line: each command parses its arguments and calls one Python function."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn, get_args
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from . import LRAttnResConfig, __version__
 from .clean_process import CleanProcessError
+from .configuration_lr_attnres import ResidualType
 from .hub_errors import HubError, explain_os_error
 
 
 DTYPES = ["float32", "bfloat16", "float16"]
+EXIT_CODES = """exit codes:
+  0 done; 1 an error, told in one line; 2 a wrong command line; 130 interrupted (train saves a checkpoint first)"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a wrong command line in one line, as every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"Error: {message} (see `{self.prog} --help`)\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="lr-attnres", description="Low-Rank Attention Residuals.")
+    parser = make_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    options = vars(parsed)
+    if "run" not in options:
+        parser.print_help(sys.stderr)
+        return 2
+    run, command = options.pop("run"), options.pop("parser")
+    if unknown:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        run(**options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has enough; nothing is left to be flushed at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        return _fail(explain_os_error(error))
+    except StrictDataclassError as error:  # a config field; its cause says which, without the frame around it
+        return _fail(str(error.__cause__ or error))
+    except torch.OutOfMemoryError as error:
+        return _fail(f"{error} Take smaller batches, shorter rows or another --dtype.")
+    except (ValueError, ImportError, HubError, CleanProcessError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def make_parser() -> Parser:
+    order = "\n".join(f"  {COMMANDS[name][1]}" for name in ("prepare", "train", "evaluate", "generate", "push"))
+    parser = Parser(
+        prog="lr-attnres",
+        description="Language models with low-rank attention residuals: train, convert, upgrade, look into, publish.",
+        epilog=f"from text to a published model:\n{order}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"lr-attnres {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands (COMMAND --help says more)")
     for name, (summary, example, add_arguments) in COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -29,20 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(run=add_arguments(command))
-    options = vars(parser.parse_args(arguments))
-    try:
-        options.pop("run")(**options)
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return 130
-    except OSError as error:
-        return _fail(explain_os_error(error))
-    except StrictDataclassError as error:  # a config field; its cause says which, without the frame around it
-        return _fail(str(error.__cause__ or error))
-    except (ValueError, ImportError, HubError, CleanProcessError) as error:
-        return _fail(str(error))
-    return 0
+        command.set_defaults(run=add_arguments(command), parser=command)
+    return parser
 
 
 def _fail(message: str) -> int:
@@ -126,16 +162,36 @@ def _upgrade(parser: argparse.ArgumentParser) -> Callable:
 
 
 def _add_depth_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = ["sliced", "projected", "attnres", "standard"]
-    parser.add_argument("--residual-type", choices=kinds, default="sliced", help="default: %(default)s")
+    """What is not given is left to the function that is called."""
+    default = LRAttnResConfig()
+    parser.add_argument(
+        "--residual-type",
+        choices=get_args(ResidualType),
+        default=argparse.SUPPRESS,
+        help=f"what a site reads (default: {default.residual_type})",
+    )
     parser.add_argument(
         "--num-depth-blocks",
-        type=lambda text: None if text == "full" else int(text),
-        default=8,
+        type=_blocks,
+        default=argparse.SUPPRESS,
         metavar="N",
-        help="blocks of sub-layers, or `full` (default: %(default)s)",
+        help=f"blocks of sub-layers, or `full` (default: {default.num_depth_blocks})",
     )
-    parser.add_argument("--depth-key-rank", type=int, default=64, help="default: %(default)s")
+    parser.add_argument(
+        "--depth-key-rank",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="R",
+        help=f"width of the routing keys (default: {default.depth_key_rank})",
+    )
+
+
+def _blocks(text: str) -> int | None:
+    if text == "full":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a positive whole number nor `full`")
+    return int(text)
 
 
 def _push(parser: argparse.ArgumentParser) -> Callable:
@@ -275,16 +331,17 @@ def _cost(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("source", metavar="FOLDER_OR_REPO", nargs="?", help="a saved model, in place of the options")
     parser.add_argument("--paper", action="store_true", help="all rows of the paper's table, and its worked example")
     parser.add_argument("--figure", metavar="FILE", help="with --paper: draw losses against costs, as PNG and SVG")
-    parser.add_argument("--residual-type", choices=["standard", "attnres", "projected", "sliced"])
-    parser.add_argument("--num-depth-blocks", type=_blocks, metavar="N", help="an integer, or full")
+    _add_depth_arguments(parser)
     sizes = ("hidden-size", "intermediate-size", "num-hidden-layers", "num-attention-heads", "num-key-value-heads")
-    for name in ("depth-key-rank", *sizes, "head-dim", "vocab-size"):
-        parser.add_argument(f"--{name}", type=int, help="default: as in the paper's model")
+    for name in (*sizes, "head-dim", "vocab-size"):
+        parser.add_argument(
+            f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N", help="default: as in the paper's model"
+        )
 
     def run(source, paper, figure, **fields):
-        from .cost import cost_report, load_config, paper_report
+        from .cost import cost_report, paper_report
+        from .loading import load_config
 
-        fields = {name: value for name, value in fields.items() if value is not None}
         if bool(source) + paper + bool(fields) > 1:
             raise ValueError("give one of FOLDER_OR_REPO, --paper and the options of a model.")
         if figure and not paper:
@@ -296,8 +353,6 @@ def _cost(parser: argparse.ArgumentParser) -> Callable:
                 draw_paper(figure)
         if paper:
             return print(paper_report())
-        if fields.get("num_depth_blocks") == "full":
-            fields["num_depth_blocks"] = None
         print(cost_report(load_config(source) if source else LRAttnResConfig(**fields)))
 
     return run
@@ -310,12 +365,6 @@ def _extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ImportError(f"{error.name} is not installed: pip install 'lr-attnres[{name}]'") from error
-
-
-def _blocks(value: str) -> int | str:
-    if value != "full" and not value.isdecimal():
-        raise argparse.ArgumentTypeError(f"{value!r} is neither an integer nor full")
-    return value if value == "full" else int(value)
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -342,7 +391,7 @@ COMMANDS = {
     ),
     "convert": (
         "Convert a released training checkpoint into a folder for from_pretrained and push.",
-        "lr-attnres convert Jonnester/LR-AttnRes-LR-n8-r32 outputs/model --dtype bfloat16 --verify",
+        "lr-attnres convert Jonnester/LR-AttnRes-LR-n8-r32 outputs/n8-r32 --dtype bfloat16 --verify",
         _convert,
     ),
     "upgrade": (
@@ -352,27 +401,27 @@ COMMANDS = {
     ),
     "push": (
         "Check a saved folder and send it to the Hub in one commit.",
-        "lr-attnres push owner/name outputs/model --private",
+        "lr-attnres push owner/name outputs/run/model --private --dry-run",
         _push,
     ),
     "generate": (
         "Continue a prompt, printing the text as it is made.",
-        'lr-attnres generate outputs/model --prompt "The sea is" --max-new-tokens 32',
+        'lr-attnres generate outputs/run/model --prompt "The sea is" --max-new-tokens 32',
         _generate,
     ),
     "serve": (
         "Serve a model with an OpenAI-compatible API.",
-        "lr-attnres serve outputs/model --port 8000 --continuous-batching --cb-num-blocks 64",
+        "lr-attnres serve outputs/run/model --port 8000 --continuous-batching --cb-num-blocks 64",
         _serve,
     ),
     "analyze": (
         "Measure over held-out text where each site reads; writes JSON, safetensors and figures.",
-        "lr-attnres analyze outputs/model --data outputs/data --output outputs/analysis --max-tokens 1000000",
+        "lr-attnres analyze outputs/run/model --data outputs/data --output outputs/analysis --max-tokens 1000000",
         _analyze,
     ),
     "explore": (
         "Open a local web page: generate text, click a token, see where each site read for it.",
-        "lr-attnres explore outputs/model --port 7860",
+        "lr-attnres explore outputs/run/model --port 7860",
         _explore,
     ),
     "cost": (

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .clean_process import probe_tokens
 from .configuration_lr_attnres import LRAttnResConfig
+from .loading import LoadingError, load_tokenizer
 from .model_card import model_card, write_provenance
 from .model_folder import check_absent, compare_logits, staged_folder
 from .modeling_lr_attnres import LRAttnResForCausalLM
@@ -88,7 +89,7 @@ def load_released_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
             "reading it would run code from the file."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise ConversionError(f"{path} cannot be read as a PyTorch checkpoint (truncated?): {error}") from error
+        raise ConversionError(f"{path} cannot be read as a PyTorch checkpoint (truncated?): {error!r}") from error
     for name in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(name), dict):
             raise ConversionError(f"{path} has no dict `{name}`; it is not a released LR-AttnRes training checkpoint.")
@@ -130,7 +131,7 @@ def released_config(model_args: dict[str, Any], intermediate_size: int) -> LRAtt
     try:
         return LRAttnResConfig(**fields)
     except StrictDataclassError as error:
-        raise ConversionError(f"`model_args` gives no valid config: {error}") from error
+        raise ConversionError(f"`model_args` gives no valid config: {error.__cause__ or error}") from error
 
 
 def _depth_fields(args: dict[str, Any]) -> dict[str, Any]:
@@ -362,14 +363,14 @@ def _add_tokenizer(folder: Path, config: LRAttnResConfig, source: str | os.PathL
         if source is None or Path(source).is_file():
             tokenizer = cl100k_tokenizer(source, model_max_length=config.max_position_embeddings)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = load_tokenizer(source)
     except TokenizerError as error:
         if source is not None:
             raise ConversionError(f"--tokenizer: {error}") from error
         logger.warning(f"No tokenizer was written: {error}")
         return
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"--tokenizer {source}: {str(error).splitlines()[0]}") from error
+    except LoadingError as error:
+        raise ConversionError(f"--tokenizer {source}: {error}") from error
     size = max(tokenizer.get_vocab().values()) + 1
     if size > config.vocab_size:
         raise ConversionError(f"--tokenizer {source} has {size} tokens, the model {config.vocab_size}.")

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from transformers import AutoConfig
-
 from .configuration_lr_attnres import LRAttnResConfig, ResidualType
 from .depth_routing import depth_block_ends
 from .paper import PAPER_TABLE
@@ -105,16 +103,6 @@ def variant_name(config: LRAttnResConfig) -> str:
 def is_full(config: LRAttnResConfig) -> bool:
     """Every sub-layer is a source of its own."""
     return config.num_depth_blocks is None or config.num_depth_blocks >= 2 * config.num_hidden_layers
-
-
-def load_config(source: str) -> LRAttnResConfig:
-    """The config of a saved folder or Hub repository."""
-    config = AutoConfig.from_pretrained(source)
-    if config.model_type != LRAttnResConfig.model_type:
-        raise ValueError(
-            f"{source} holds a {config.model_type} model; its cost can be told of lr_attnres models only."
-        )
-    return config
 
 
 def cost_report(config: LRAttnResConfig) -> str:

@@ -78,7 +78,7 @@ def prepare(
         with _alone_in(output):
             if not output.exists():
                 return _prepare(documents, output, tokenizer, train_tokenizer, settings, progress_bar)
-    return _verify_finished(output, settings)
+    return _verify_finished(output, settings, progress_bar)
 
 
 @contextmanager
@@ -116,7 +116,8 @@ def _prepare(
     try:
         if not (work / "manifest.json").exists():
             fraction = settings["validation_fraction"]
-            packer = _Packer(work, _tokenizer_in(work, tokenizer, train_tokenizer, documents, fraction), settings)
+            chosen = _tokenizer_in(work, tokenizer, train_tokenizer, documents, fraction, progress_bar)
+            packer = _Packer(work, chosen, settings)
             packer.restore(documents)
             with tqdm(total=settings["max_tokens"], unit=" tokens", unit_scale=True, disable=not progress_bar) as bar:
                 packer.run(documents, bar)
@@ -368,12 +369,12 @@ def _write_json(path: Path, content: dict) -> None:
     os.replace(temporary, path)
 
 
-def _verify_finished(folder: Path, settings: dict) -> dict:
+def _verify_finished(folder: Path, settings: dict, progress_bar: bool) -> dict:
     if not (folder / "manifest.json").exists():
         raise ValueError(f"{folder} exists and holds no prepared tokens (no manifest.json): choose another folder.")
     manifest = read_manifest(folder)
     _check_same_settings(folder, manifest["settings"], settings)
-    verify(folder)
+    verify(folder, progress_bar)
     return manifest
 
 
@@ -386,14 +387,14 @@ def _check_same_settings(folder: Path, there: dict, here: dict) -> None:
             )
 
 
-def verify(folder: str | os.PathLike) -> None:
+def verify(folder: str | os.PathLike, progress_bar: bool = False) -> None:
     """Compare every shard of a prepared folder with the hash in its manifest."""
     folder = Path(folder)
-    for counts in read_manifest(folder)["splits"].values():
-        for shard in counts["shards"]:
-            path = folder / shard["file"]
-            if not path.exists() or _file_hash(path) != shard["sha256"]:
-                raise ValueError(f"{path} is missing or damaged: delete {folder} and prepare it again.")
+    shards = [shard for counts in read_manifest(folder)["splits"].values() for shard in counts["shards"]]
+    for shard in tqdm(shards, desc="Checking", unit=" shards", disable=not progress_bar):
+        path = folder / shard["file"]
+        if not path.exists() or _file_hash(path) != shard["sha256"]:
+            raise ValueError(f"{path} is missing or damaged: delete {folder} and prepare it again.")
 
 
 def read_manifest(folder: str | os.PathLike) -> dict:
@@ -416,7 +417,22 @@ def read_manifest(folder: str | os.PathLike) -> dict:
     for key in ("settings", "tokenizer", "splits"):
         if not isinstance(manifest.get(key), dict):
             raise ValueError(f"{folder / 'manifest.json'} has no `{key}`: prepare the folder again.")
+    for part, key in (("settings", "sequence_length"), ("tokenizer", "vocab_size"), ("tokenizer", "eos_token_id")):
+        if not isinstance(manifest[part].get(key), int):
+            raise ValueError(f"{folder / 'manifest.json'} has no `{key}` in `{part}`: prepare the folder again.")
     return manifest
+
+
+def load_data_tokenizer(folder: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """The tokenizer that a folder was prepared with."""
+    folder = Path(folder) / "tokenizer"
+    try:
+        if not folder.is_dir():
+            raise FileNotFoundError("there is no such folder")
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"the tokenizer {folder} cannot be loaded ({reason}): prepare the data again.") from error
 
 
 def _tokenizer_name(tokenizer: TokenizerSource | None) -> str:
@@ -438,13 +454,15 @@ def _tokenizer_in(
     vocab_size: int | None,
     documents: Documents,
     fraction: float,
+    progress_bar: bool,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder; at the first start, the given one or a new one is put there."""
     folder = work / "tokenizer"
     if not folder.exists():
         if vocab_size is not None:
             start = documents.position
-            given = train_tokenizer((text for text in documents if _split_of(text, fraction) == "train"), vocab_size)
+            texts = (text for text in documents if _split_of(text, fraction) == "train")
+            given = train_tokenizer(texts, vocab_size, progress_bar=progress_bar)
             documents.resume(start)
         tokenizer = _load_tokenizer(given)
         if tokenizer.eos_token_id is None:

@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import default_collate
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .batches import flatten_for_flash
-from .data import PackedTokens
+from .data import PackedTokens, load_data_tokenizer
+from .loading import LoadingError, load_language_model, load_tokenizer
 from .losses import find_language_model, use_chunked_loss
-from .text_generation import load_language_model
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ def check_fits(vocab_size: int, max_position_embeddings: int, manifest: dict) ->
 def check_same_tokens(model: str, dataset: PackedTokens) -> None:
     """Raise where the tokenizer beside the model numbers other tokens than that of the data."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        print(f"{model} has no tokenizer: whether it fits the data is not checked.", file=sys.stderr)
+        tokenizer = load_tokenizer(model)
+    except LoadingError as error:
+        print(f"Whether the tokenizer fits the data is not checked: {error}", file=sys.stderr)
         return
-    if tokenizer.get_vocab() != AutoTokenizer.from_pretrained(dataset.folder / "tokenizer").get_vocab():
+    if tokenizer.get_vocab() != load_data_tokenizer(dataset.folder).get_vocab():
         raise ValueError(
             f"{dataset.folder} was prepared with another tokenizer than that of {model}: prepare the text again with "
             f"`--tokenizer {model}`."

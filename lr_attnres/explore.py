@@ -11,13 +11,13 @@ import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from transformers import AutoTokenizer
 
 from .analysis import effective_sources
-from .cost import load_config, variant_name
+from .cost import variant_name
 from .depth_routing import depth_block_ends
+from .loading import load_config, load_language_model, load_tokenizer
 from .plots import COLOURS, STYLE, clip_level, heatmap
-from .text_generation import load_language_model
+from .serving import check_address
 
 
 FONTS = ["system-ui", "sans-serif"]
@@ -47,8 +47,8 @@ class ExploredModel:
     def __init__(self, source: str, device: str = "auto", dtype: str = "auto"):
         self.config = load_config(source)
         self.name = variant_name(self.config)
+        self.tokenizer = load_tokenizer(source, self.config)
         self.model = load_language_model(source, device, dtype).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(source)
         self.is_routed = self.config.residual_type != "standard"
         self.block_ends = depth_block_ends(2 * self.config.num_hidden_layers, self.config.num_depth_blocks)
 
@@ -273,6 +273,7 @@ def explore(
     """Serve the page for one model, or for two to compare, until interrupted (or, without `wait`, until closed)."""
     if not 1 <= len(sources) <= 2:
         raise ValueError(f"{len(sources)} models were given; explore one, or two to compare.")
+    check_address(host, port)
     blocks = build_page([ExploredModel(source, device, dtype) for source in sources])
     theme = gr.themes.Default(font=FONTS, font_mono=MONO_FONTS)
     blocks.queue().launch(

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .configuration_lr_attnres import LRAttnResConfig
 from .data import PackedTokens
 from .documents import open_documents
+from .evaluation import check_fits
+from .loading import load_tokenizer
 
 
 PIECE_CHARACTERS = 100_000
@@ -21,17 +23,18 @@ def open_rows(
     data = [data] if isinstance(data, str) else data
     if len(data) == 1 and (Path(data[0]) / "manifest.json").is_file():
         packed = PackedTokens(data[0], "validation")
-        vocab_size = packed.manifest["tokenizer"]["vocab_size"]
-        if vocab_size > config.vocab_size:
-            raise ValueError(f"{data[0]} has {vocab_size} different tokens, {source} knows {config.vocab_size}.")
+        check_fits(config.vocab_size, config.max_position_embeddings, packed.manifest)
         if sequence_length is not None:
             raise ValueError(f"--sequence-length is for text; {data[0]} has rows of {packed.sequence_length} tokens.")
         return (packed[i] for i in range(len(packed)))
     length = min(config.max_position_embeddings, 2048) if sequence_length is None else sequence_length
     if length < 2:
         raise ValueError(f"--sequence-length is {length}; it must be at least 2.")
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    return text_rows(open_documents(data), tokenizer, length)
+    if length > config.max_position_embeddings:
+        raise ValueError(
+            f"--sequence-length is {length}; the context of {source} is {config.max_position_embeddings}: lower it."
+        )
+    return text_rows(open_documents(data), load_tokenizer(source, config), length)
 
 
 def text_rows(

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import httpx2
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    LocalEntryNotFoundError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -44,6 +46,10 @@ def clear_hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None
             f"the connection to the Hub failed ({_first_line(error) or type(error).__name__}); "
             "run the same command again to go on."
         ) from error
+    except LocalEntryNotFoundError as error:
+        raise HubError(
+            "the Hub cannot be reached: check the connection, and that HF_HUB_OFFLINE is not set."
+        ) from error
     except OSError as error:
         raise HubError(explain_os_error(error)) from error
     except ValueError as error:
@@ -55,7 +61,7 @@ def explain_os_error(error: OSError) -> str:
     place = f" ({os.fspath(error.filename)})" if error.filename else ""
     if error.errno == errno.ENOSPC:
         return f"the disk is full{place}: free some space and run the same command again."
-    return f"{error.strerror or _first_line(error)}{place}."
+    return f"{(error.strerror or _first_line(error)).rstrip('.')}{place}."
 
 
 def _explain_answer(error: HfHubHTTPError, repo_id: str, revision: str | None) -> str:
@@ -66,6 +72,8 @@ def _explain_answer(error: HfHubHTTPError, repo_id: str, revision: str | None) -
         said += f" ({_first_line(message)})"
     if isinstance(error, GatedRepoError):
         return f"{repo_id} is gated: ask for access on its page, then give the token of the account that has it."
+    if isinstance(error, EntryNotFoundError):
+        return f"{repo_id} has no such file ({error.response.request.url.path})."
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} has no revision {revision!r}."
     if status == 401 and not isinstance(error, RepositoryNotFoundError):

@@ -111,12 +111,15 @@ def _check_config(folder: Path) -> LRAttnResConfig:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PushError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise PushError(f"{path} is not a JSON object: save the model with `save_pretrained`.")
     if fields.get("model_type") != LRAttnResConfig.model_type:
         raise PushError(f"{path}: model_type is {fields.get('model_type')!r}, not {LRAttnResConfig.model_type!r}.")
     try:
         config = LRAttnResConfig.from_dict(fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
-        raise PushError(f"{path} is not a valid config: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise PushError(f"{path} is not a valid config: {reason}") from error
     if fields.get("auto_map") != AUTO_MAP:
         raise PushError(f"{path}: auto_map does not name the code in the folder: save it with `save_pretrained`.")
     if not config.architectures or config.architectures[0] not in PIPELINE_TAGS:

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from .clean_process import CleanProcessError, load_in_clean_process
 from .hub_errors import explain_os_error
@@ -25,6 +26,9 @@ def check_absent(output_dir: Path) -> None:
     """To be called before any work is done for `output_dir`."""
     if os.path.lexists(output_dir):
         raise FolderError(f"{output_dir} exists already; choose a folder that does not.")
+    parent = next(parent for parent in output_dir.absolute().parents if os.path.lexists(parent))
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise FolderError(f"{output_dir} cannot be written: {parent} is not a folder that you may write to.")
 
 
 @contextmanager
@@ -62,7 +66,7 @@ def write_weights(
         )
     except ValueError as error:
         raise FolderError(f"--max-shard-size {max_shard_size}: {error}") from error
-    for filename, names in plan.filename_to_tensors.items():
+    for filename, names in tqdm(plan.filename_to_tensors.items(), desc="Writing weights", unit=" files"):
         save_file({name: make(name) for name in names}, folder / filename, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -1,9 +1,13 @@
 """Transformers' own OpenAI-compatible server, for our models."""
 
+import socket
+
 import transformers
+from safetensors import SafetensorError
 from transformers.utils.import_utils import is_serve_available
 
 from . import modeling_lr_attnres
+from .loading import load_config, load_tokenizer, usable_device
 
 
 def serve(
@@ -26,16 +30,38 @@ def serve(
         raise ImportError("serving needs fastapi, uvicorn and openai: pip install 'lr-attnres[serve]'")
     from transformers.cli.serve import Serve
 
+    for name, value in {"--cb-num-blocks": cb_num_blocks, "--cb-max-batch-tokens": cb_max_batch_tokens}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    check_address(host, port)
+    usable_device(device)
+    load_tokenizer(source, load_config(source))
+
     # The server looks architectures up by name in `transformers`.
     for name in modeling_lr_attnres.__all__:
         setattr(transformers, name, getattr(modeling_lr_attnres, name))
-    Serve(
-        force_model=source,
-        host=host,
-        port=port,
-        device=device,
-        dtype=dtype,
-        continuous_batching=continuous_batching,
-        cb_num_blocks=cb_num_blocks,
-        cb_max_batch_tokens=cb_max_batch_tokens,
-    )
+    try:
+        Serve(
+            force_model=source,
+            host=host,
+            port=port,
+            device=device,
+            dtype=dtype,
+            continuous_batching=continuous_batching,
+            cb_num_blocks=cb_num_blocks,
+            cb_max_batch_tokens=cb_max_batch_tokens,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {source} cannot be loaded: {error}") from error
+
+
+def check_address(host: str, port: int | None) -> None:
+    """Raise where nothing can listen; without a port, at any port."""
+    if port is not None and not 1 <= port < 2**16:
+        raise ValueError(f"--port is {port}; it must lie in 1..{2**16 - 1}.")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port or 0), family=family).close()
+    except OSError as error:
+        place = f"--host {host}" if port is None else f"--host {host} --port {port}"
+        raise ValueError(f"{place} cannot be listened to ({error.strerror}): choose another.") from error

@@ -4,17 +4,9 @@ import sys
 from typing import Any, TextIO
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-    set_seed,
-)
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer, set_seed
 
-from .modeling_lr_attnres import LRAttnResForCausalLM
+from .loading import load_config, load_language_model, load_tokenizer
 
 
 class _Streamer(TextStreamer):
@@ -46,12 +38,17 @@ def generate_text(
     """
     if not prompt:
         raise ValueError("--prompt is empty; give the model something to continue.")
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
+    if seed is not None and not 0 <= seed < 2**32:
+        raise ValueError(f"--seed is {seed}; it must lie in 0..{2**32 - 1}.")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or above, and finite.")
     if not 0 < top_p <= 1:
         raise ValueError(f"--top-p is {top_p}; it must lie above 0 and at most at 1.")
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
-    model = load_language_model(source, device, dtype, revision=revision, token=token)
+    config = load_config(source, revision, token)
+    tokenizer = load_tokenizer(source, config, revision, token)
+    model = load_language_model(source, device, dtype, revision, token)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
@@ -60,25 +57,16 @@ def generate_text(
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     with torch.inference_mode():
         tokens = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, streamer=_Streamer(tokenizer, output or sys.stdout), **sampling
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            streamer=_Streamer(tokenizer, output or sys.stdout),
+            logits_processor=LogitsProcessorList([_check_no_nan]),
+            **sampling,
         )
     return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 
-def load_language_model(
-    source: str, device: str = "auto", dtype: str = "auto", **options: str | None
-) -> LRAttnResForCausalLM:
-    """The model of a folder or Hub repository, on `device`: an accelerator if there is one, or the one named."""
-    try:
-        # Any: the hint of Transformers leaves out the second value.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-    except (SafetensorError, StrictDataclassError, RuntimeError) as error:
-        raise ValueError(f"{source} cannot be loaded: {error}") from error
-    model, loading = loaded
-    if missing := sorted(loading["missing_keys"]):
-        raise ValueError(f"{source} lacks {len(missing)} weights that its config asks for, such as {missing[0]}.")
-    try:
-        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device)
-    except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device
-        raise ValueError(f"--device {device}: {error}") from error
-    return model
+def _check_no_nan(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    if logits.isnan().any():
+        raise ValueError("the logits are not numbers (NaN): weights are damaged, or too large for --dtype.")
+    return logits

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -58,7 +59,11 @@ def cl100k_tokenizer(
 
 
 def train_tokenizer(
-    documents: Iterable[str], vocab_size: int, model_max_length: int = 2048, max_documents: int = 100_000
+    documents: Iterable[str],
+    vocab_size: int,
+    model_max_length: int = 2048,
+    max_documents: int = 100_000,
+    progress_bar: bool = False,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `vocab_size` tokens, or fewer where the text has no more to merge, trained on the first
     documents; it splits words as cl100k_base does."""
@@ -72,7 +77,9 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(islice(documents, max_documents), trainer)
+    texts = islice(documents, max_documents)
+    bar = tqdm(texts, desc="Training the tokenizer", unit=" documents", disable=not progress_bar)
+    tokenizer.train_from_iterator(bar, trainer)
     return _as_fast_tokenizer(tokenizer, model_max_length)
 
 

@@ -17,13 +17,14 @@ from accelerate import Accelerator, DistributedType
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .batches import StepBatches, flatten_for_flash
 from .checkpoints import Checkpoints, hold_run_folder, read_state, sync_to_disk, without_progress_bar
 from .configuration_lr_attnres import LRAttnResConfig
-from .data import PackedTokens
+from .data import PackedTokens, load_data_tokenizer
 from .evaluation import check_fits, evaluate, num_targets
+from .loading import LoadingError, load_language_model
 from .losses import use_chunked_loss
 from .metrics import Metrics
 from .model_card import ProvenanceError, read_provenance, write_provenance
@@ -50,7 +51,7 @@ def train(args: TrainArguments) -> Path:
 def run(args: TrainArguments, accelerator: Accelerator) -> Path:
     data = PackedTokens(args.data, "train")
     validation = PackedTokens(args.data, "validation") if "validation" in data.manifest["splits"] else None
-    tokenizer = load_tokenizer(args.data)
+    tokenizer = load_data_tokenizer(args.data)  # goes into the model's folder; without it the run need not begin
     checkpoints = Checkpoints(args.output_dir, accelerator)
     checkpoint = checkpoints.find(args.resume)
     check_nothing_is_lost(args)
@@ -127,18 +128,6 @@ def start_accelerator(args: TrainArguments) -> Accelerator:
     return accelerator
 
 
-def load_tokenizer(data: str) -> PreTrainedTokenizerBase:
-    """The one that goes into the folder of the model at the end; without it the run need not begin."""
-    folder = Path(data) / "tokenizer"
-    try:
-        if not folder.is_dir():
-            raise FileNotFoundError("there is no such folder")
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"the tokenizer {folder} cannot be loaded ({reason}): prepare the data again.") from error
-
-
 def check_nothing_is_lost(args: TrainArguments) -> None:
     """What stands in the folder of the run may be replaced if it is a resumed run's own."""
     metrics, model = Path(args.output_dir) / "metrics.jsonl", Path(args.output_dir) / "model"
@@ -186,9 +175,9 @@ def build_config(fields: dict[str, Any]) -> LRAttnResConfig:
 def load_model(args: TrainArguments, names: list[str], config: LRAttnResConfig) -> LRAttnResForCausalLM:
     """The model in the folder `init_from`, in float32; it must agree with `config` in the fields `names`."""
     try:
-        model = LRAttnResForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"`init_from` is {args.init_from}: {str(error).splitlines()[0]}") from error
+        model = load_language_model(args.init_from, "cpu", "float32")
+    except LoadingError as error:
+        raise ValueError(f"`init_from`: {error}") from error
     for name in names:
         there, here = getattr(model.config, name), getattr(config, name)
         if there != here:

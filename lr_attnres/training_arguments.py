@@ -224,7 +224,10 @@ def _read_yaml(config: str) -> dict[str, Any]:
     if config in presets():
         content = (resources.files(__package__) / "presets" / f"{config}.yaml").read_text()
     elif Path(config).is_file():
-        content = Path(config).read_text()
+        try:
+            content = Path(config).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{config} is not YAML: it is not UTF-8 text.") from error
     else:
         raise ValueError(f"{config} is neither a file nor a preset; the presets are {', '.join(presets())}.")
     try:

@@ -89,7 +89,7 @@ def upgraded_config(
             architectures=["LRAttnResForCausalLM"],
         )
     except StrictDataclassError as error:
-        raise UpgradeError(f"The upgrade gives no valid config: {error}") from error
+        raise UpgradeError(f"The upgrade gives no valid config: {error.__cause__ or error}") from error
 
 
 def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from common import ROUTED, VARIANTS, byte_tokenizer, random_tokens, save_text_mo
 from safetensors.torch import load_file
 
 from lr_attnres import LRAttnResForCausalLM, cli
-from lr_attnres.analysis import analyze_model, average_gradient_norm, effective_sources
+from lr_attnres.analysis import _names, analyze, analyze_model, average_gradient_norm, effective_sources
 from lr_attnres.cost import depth_cost
 from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.depth_routing import depth_block_ends
@@ -218,6 +218,7 @@ def test_command_writes_numbers_and_figures(folders, tmp_path, capsys):
         (["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1."),
         (["--batch-size", "0"], "--batch-size is 0; it must be at least 1."),
         (["--sequence-length", "1"], "--sequence-length is 1; it must be at least 2."),
+        (["--sequence-length", "300"], "--sequence-length is 300; the context of "),
         (["--data", "missing.txt"], "missing.txt does not exist"),
         (["--data", "EMPTY"], "the data holds no tokens."),
     ],
@@ -230,3 +231,30 @@ def test_command_refuses_and_leaves_nothing(options, message, folders, tmp_path,
     assert cli.main(["analyze", str(folders / "sliced_block"), *arguments]) == 1
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_two_runs_of_one_variant_have_names_of_their_own(tmp_path):
+    for name in ("first/model", "second/model"):
+        small_config("sliced_block").save_pretrained(tmp_path / name)
+    first, second = str(tmp_path / "first/model"), str(tmp_path / "second/model")
+    assert _names([first]) == ["sliced N=3 R=8"]
+    assert _names([first, second]) == [f"sliced N=3 R=8 ({first})", f"sliced N=3 R=8 ({second})"]
+    with pytest.raises(ValueError, match="the same model is given twice"):
+        _names([first, first])
+
+
+def test_data_that_does_not_fit_and_weights_that_are_not_numbers(token_data, tmp_path):
+    save_text_model(tmp_path / "short", num_hidden_layers=1).config.save_pretrained(tmp_path / "short")
+    config = json.loads((tmp_path / "short/config.json").read_text()) | {"max_position_embeddings": 16}
+    (tmp_path / "short/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="`max_position_embeddings` is 16, less than a row"):
+        analyze([str(tmp_path / "short")], str(token_data), tmp_path / "out", device="cpu")
+    model = save_text_model(tmp_path / "broken")
+    model.lm_head.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "broken")
+    with pytest.raises(ValueError, match="the loss of sliced N=3 R=8 is nan: weights are damaged"):
+        analyze([str(tmp_path / "broken")], str(token_data), tmp_path / "out", device="cpu")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written: .*file is not a folder that you may write to"):
+        analyze(["unread"], "unread", tmp_path / "file/out")
+    assert not (tmp_path / "out").exists()

@@ -322,6 +322,7 @@ def test_who_waits_finds_the_result(corpus, tmp_path):
         ('{"format": 1, "tokenizer": {}, "splits": {}}', "has no `settings`"),
         ('{"format": 1, "settings": {}, "splits": {}}', "has no `tokenizer`"),
         ('{"format": 1, "settings": {}, "tokenizer": {}, "splits": []}', "has no `splits`"),
+        ('{"format": 1, "settings": {}, "tokenizer": {}, "splits": {}}', "has no `sequence_length` in `settings`"),
     ],
 )
 def test_malformed_manifests(content, message, tmp_path):

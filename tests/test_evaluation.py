@@ -63,7 +63,7 @@ def test_data_of_another_tokenizer_and_missing_weights(token_data, tmp_path, cap
         evaluate_folder(tmp_path / "model", token_data)
     small_model(vocab_size=BYTE_VOCAB_SIZE).save_pretrained(tmp_path / "bare")
     evaluate_folder(tmp_path / "bare", token_data)
-    assert "has no tokenizer" in capsys.readouterr().err
+    assert "bare has no tokenizer_config.json" in capsys.readouterr().err
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 5}))
     with pytest.raises(ValueError, match="lacks|cannot be loaded"):

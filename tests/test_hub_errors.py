@@ -30,6 +30,15 @@ CASES = [
     (answer(404, errors.RevisionNotFoundError), "owner/name has no revision 'v9'."),
     (answer(403, errors.GatedRepoError), "owner/name is gated: ask for access on its page"),
     (answer(502), "the Hub answered 502: the server is in trouble; run the same command again later."),
+    (
+        answer(404, errors.RemoteEntryNotFoundError),
+        "owner/name has no such file (/api/models/owner/name).",
+    ),
+    (
+        errors.LocalEntryNotFoundError("several\nlines"),
+        "the Hub cannot be reached: check the connection, and that HF_HUB_OFFLINE is not set.",
+    ),
+    (OSError("A sentence."), "A sentence."),
     (answer(412), "the Hub answered 412 to POST /api/models/owner/name."),
     (wrapped(answer(403)), "the Hub answered 403: your token may not write to owner/name"),
     (
@@ -56,4 +65,4 @@ def test_one_line(error, message):
     with pytest.raises(HubError) as raised, clear_hub_errors("owner/name", revision="v9"):
         raise error
     assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value) and ".." not in str(raised.value)

@@ -369,6 +369,7 @@ BAD_FOLDERS = [
     (shutil.rmtree, "is not a folder"),
     (lambda folder: (folder / "config.json").unlink(), "config.json is missing: save the model"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
+    (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a JSON object"),
     (lambda folder: edit_json(folder / "config.json", model_type="llama"), "model_type is 'llama', not 'lr_attnres'"),
     (lambda folder: edit_json(folder / "config.json", depth_key_rank=0), "config.json is not a valid config.*rank"),
     (lambda folder: edit_json(folder / "config.json", auto_map={}), "auto_map does not name the code"),

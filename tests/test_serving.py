@@ -14,6 +14,7 @@ from common import byte_tokenizer, save_text_model
 from openai import OpenAI
 
 from lr_attnres import cli
+from lr_attnres.serving import check_address
 
 
 MESSAGES = [{"role": "user", "content": "What is the sea?"}]
@@ -97,3 +98,40 @@ def test_without_the_extra(monkeypatch, capsys):
     monkeypatch.setattr("lr_attnres.serving.is_serve_available", lambda: False)
     assert cli.main(["serve", "owner/name"]) == 1
     assert "pip install 'lr-attnres[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
+def test_a_port_that_is_none(port):
+    with pytest.raises(ValueError, match=f"--port is {port}; it must lie in 1..65535"):
+        check_address("127.0.0.1", port)
+
+
+def test_a_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"--port {port} cannot be listened to \(.*in use.*\): choose another"):
+            check_address("127.0.0.1", port)
+    check_address("127.0.0.1", port)
+    with pytest.raises(ValueError, match="--host no.such.host.invalid cannot be listened to"):
+        check_address("no.such.host.invalid", None)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--device", "abacus"], "--device abacus cannot be used"),
+        (["--cb-num-blocks", "0"], "--cb-num-blocks is 0; it must be at least 1."),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_served(options, message, tmp_path, capsys):
+    save_text_model(tmp_path)
+    assert cli.main(["serve", str(tmp_path), "--port", str(free_port()), *options]) == 1
+    assert f"Error: {message}" in capsys.readouterr().err
+
+
+def test_damaged_weights(tmp_path, capsys):
+    save_text_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert cli.main(["serve", str(tmp_path), "--port", str(free_port()), "--device", "cpu"]) == 1
+    assert f"Error: the weights of {tmp_path} cannot be loaded" in capsys.readouterr().err

@@ -55,20 +55,24 @@ def test_command(model, tmp_path, capsys):
     assert cli.main(["generate", str(tmp_path), "--prompt", ""]) == 1
     assert capsys.readouterr().err == "Error: --prompt is empty; give the model something to continue.\n"
     assert cli.main([*arguments, "--device", "abacus"]) == 1
-    assert "Error: --device abacus: " in capsys.readouterr().err
+    assert "Error: --device abacus cannot be used: " in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "-1"]) == 1
     assert "Error: --temperature is -1.0; it must be 0" in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "nan"]) == 1
     assert "Error: --temperature is nan" in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "1", "--top-p", "2"]) == 1
     assert "Error: --top-p is 2.0; it must lie" in capsys.readouterr().err
+    assert cli.main([*arguments, "--max-new-tokens", "-1"]) == 1
+    assert capsys.readouterr().err == "Error: --max-new-tokens is -1; it must be at least 1.\n"
+    assert cli.main([*arguments, "--seed", "-1"]) == 1
+    assert capsys.readouterr().err == "Error: --seed is -1; it must lie in 0..4294967295.\n"
 
 
 def test_damaged_weights(model, tmp_path, capsys):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert cli.main(["generate", str(tmp_path), "--prompt", PROMPT]) == 1
-    assert f"Error: {tmp_path} cannot be loaded" in capsys.readouterr().err.splitlines()[-1]
+    assert f"Error: the weights of {tmp_path} cannot be loaded" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_folder_without_a_tokenizer(tmp_path, capsys):
@@ -76,3 +80,11 @@ def test_a_folder_without_a_tokenizer(tmp_path, capsys):
     assert cli.main(["generate", str(tmp_path), "--prompt", PROMPT]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("Error: ") and "tokenizer" in error
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_weights_that_are_not_numbers(temperature, model, tmp_path, capsys):
+    model.lm_head.weight.data[0] = float("nan")
+    model.save_pretrained(tmp_path)
+    assert cli.main(["generate", str(tmp_path), "--prompt", PROMPT, "--temperature", temperature]) == 1
+    assert "Error: the logits are not numbers (NaN)" in capsys.readouterr().err.splitlines()[-1]

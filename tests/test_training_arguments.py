@@ -79,10 +79,11 @@ def test_flags_win_over_the_file(tmp_path):
         ("1: 2", "the key 1 does not exist"),
         ("- a", "must hold `key: value` lines"),
         ("a: [", "is not YAML"),
+        (b"\xff\xfe\x00", "run.yaml is not YAML: it is not UTF-8 text"),
     ],
 )
 def test_files_that_are_refused(content, message, tmp_path):
-    (tmp_path / "run.yaml").write_text(content)
+    (tmp_path / "run.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         load_arguments(str(tmp_path / "run.yaml"))
 
