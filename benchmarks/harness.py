@@ -1,8 +1,8 @@
 """What the benchmarks share: the models that are compared, the check against the naive read, timing, and the report.
 
 All rows of a benchmark run interleaved in one process; a row's time is the smallest of its repeats, and what is
-reported is the ratio to `standard`. `standard` is timed twice in each round: the ratio of the two says how far the
-noise of the machine alone reaches.
+reported is the ratio to `standard`. `standard` is timed twice in each round. The smaller time counts, and the larger
+one as a ratio to it says how far the noise of the machine alone reaches.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def check_against_naive_read(rows: list[str]) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator of the C library keep what is freed: fetching it back page by page is noise of some per cent."""
+    """Let the allocator of the C library keep what is freed: fetching it back page by page is slow and noisy."""
     trim_threshold, mmap_threshold, top_pad = -1, -3, -2  # M_* of malloc.h; the second has an upper limit of 32 MiB
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
@@ -118,8 +118,8 @@ def compare(
     make_step: Callable[[str, bool], Callable[[], None]], rows: list[str], modes: dict[str, list[str]], repeats: int
 ) -> dict[str, dict[str, float]]:
     """mode -> row -> time as a ratio to `standard`. Few models at a time keep memory small; each batch of them is
-    interleaved with its own `standard`, and with that once more: of these controls the worst is kept. `modes` says
-    which rows are timed in a mode; others are left out of it."""
+    interleaved with a `standard` of its own, timed twice: of these controls the worst is kept. `modes` says which rows
+    are timed in a mode; others are left out of it."""
     columns = {}
     for mode, rows_of_mode in modes.items():
         chosen = [row for row in rows if row in rows_of_mode and row != "standard"]
@@ -129,9 +129,9 @@ def compare(
             print(f"{mode}: {', '.join(batch)}", file=sys.stderr, flush=True)
             steps = {row: make_step(row, mode == "compiled") for row in batch}
             times = interleave(steps | {CONTROL: steps["standard"]}, repeats)
-            ratios = {row: seconds / times["standard"] for row, seconds in times.items()}
-            ratios[CONTROL] = max(ratios[CONTROL], columns[mode][CONTROL], key=lambda ratio: abs(ratio - 1))
-            columns[mode] |= ratios
+            both = times.pop("standard"), times.pop(CONTROL)
+            columns[mode] |= {row: seconds / min(both) for row, seconds in times.items()}
+            columns[mode][CONTROL] = max(columns[mode][CONTROL], max(both) / min(both))
             torch.compiler.reset()
     return columns
 

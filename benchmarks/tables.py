@@ -13,10 +13,6 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def columns_of(name: str, prefix: str = "") -> Columns:
-    return {prefix + title: column for title, column in load(name)["columns"].items()}
-
-
 def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
     rows = dict.fromkeys(row for column in columns.values() for row in column)
     lines = [[head, *columns], ["---"] * (1 + len(columns))]
@@ -25,36 +21,9 @@ def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def times() -> list[str]:
-    """Whole steps, as ratios to `standard`."""
-    names = {"train_step": "training step, ", "prefill": "prefill, ", "decode": "decoding, "}
-    return table(
-        {title: column for name, prefix in names.items() for title, column in columns_of(name, prefix).items()}
-    )
-
-
 def memory() -> list[str]:
-    (saved,) = columns_of("memory").values()
+    saved = load("memory")["columns"]["saved"]
     return table({"MiB": saved, "ratio": {row: size / saved["standard"] for row, size in saved.items()}})
-
-
-def growth() -> list[str]:
-    """Training steps and the depth part alone against the number of layers."""
-    steps = {f"step, {title}, s": column for title, column in columns_of("scaling").items()}
-    rows = [*next(iter(steps.values()))]
-    parts = {
-        f"depth part, {title}, ms": {row: column[row] for row in rows}
-        for title, column in columns_of("depth_read").items()
-    }
-    return [*table(steps), "", *table(parts, digits=1)]
-
-
-def pretrained_classes() -> list[str]:
-    columns = columns_of("upgrade_speed")
-    ratios = {
-        title: {row: column[row] / column["Transformers"] for row in column} for title, column in columns.items()
-    }
-    return table(ratios, head="weights of")
 
 
 def kernels() -> list[str]:
@@ -70,7 +39,7 @@ def kernels() -> list[str]:
     return lines
 
 
-TABLES = (times, memory, growth, pretrained_classes, kernels)
+TABLES = (memory, kernels)
 
 
 if __name__ == "__main__":

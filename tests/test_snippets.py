@@ -23,14 +23,11 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 NOT_RUN = {
     "make ": "`make test` is what runs this; test_quickstart runs what `make demo` does",
     "pip install": "test_packaging.py looks at the wheel and its extras",
-    "docs/make_gallery.sh": "trains for minutes; its commands are those of the other snippets",
     "accelerate launch": "needs several GPUs; test_training_parallel.py launches two processes",
     "openbmb/Ultra-FineWeb": "10 billion tokens; test_documents.py streams a dataset",
     "lr-attnres serve": "runs until it is stopped; test_serving.py",
     "lr-attnres explore": "runs until it is stopped; test_explore.py",
     "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
-    "python examples/plan_run.py": "test_plan_run_is_what_the_page_quotes",
-    "python benchmarks/": "takes a quiet machine",
     "from openai import": "needs the server; test_serving.py",
 }
 # Training for as long as the README says would take minutes.
@@ -55,7 +52,7 @@ def is_run(text: str) -> bool:
 def reader(tmp_path):
     """The command line of someone who reads the pages in a folder of their own."""
     with HubServer() as hub:
-        save_source(tmp_path / "qwen", "qwen3")
+        save_source(tmp_path / "qwen", "qwen3", hidden_size=64)
         released = {"final_model.pt": hub.store((REFERENCES / "plr_block3_r8.pt").read_bytes(), lfs=True)}
         pretrained = {path.name: hub.store(path.read_bytes(), lfs=True) for path in (tmp_path / "qwen").iterdir()}
         for name, files in {"Jonnester/LR-AttnRes-LR-n8-r32": released, "Qwen/Qwen3-0.6B": pretrained}.items():
@@ -70,14 +67,22 @@ def reader(tmp_path):
             yield run, folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_snippet_runs(page, reader):
+def take_for_granted(folder: Path, token_data: Path) -> None:
+    """What the page about diagnostics looks at: models and text."""
+    for name in ("model", "a", "b", "c"):
+        save_text_model(folder / "outputs" / name)
+    shutil.copytree(token_data, folder / "outputs/data")
+    (folder / "book.txt").write_text("It was the best of times, it was the worst of times. " * 200)
+
+
+RUN = [page for page in PAGES if any(is_run(text) for _, text in snippets(page))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_every_snippet_runs(page, reader, token_data):
     run, folder = reader
-    if page.stem != "README":  # which begins with nothing; the other pages take a model and a text for granted
-        for name in ("model", "a", "b", "c"):
-            save_text_model(folder / "outputs" / name)
-        shutil.copytree(folder / "outputs/model", folder / "outputs/run/model")
-        (folder / "book.txt").write_text("It was the best of times, it was the worst of times. " * 200)
+    if page.stem == "diagnostics":
+        take_for_granted(folder, token_data)
     for language, text in snippets(page):
         if not is_run(text):
             continue
