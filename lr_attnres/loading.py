@@ -71,7 +71,7 @@ def load_language_model(
         loaded: Any = LRAttnResForCausalLM.from_pretrained(
             source,
             dtype=dtype,
-            revision=revision,
+            revision=revision or "main",
             token=token,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told below

@@ -160,7 +160,7 @@ def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
     sizes = build_config({name: fields[name] for name in ("vocab_size", "max_position_embeddings")})
     check_fits(sizes.vocab_size, sizes.max_position_embeddings, manifest)
     config = build_config(fields)
-    model = LRAttnResForCausalLM(config) if args.init_from is None else load_model(args, [*fields], config)
+    model = LRAttnResForCausalLM(config) if args.init_from is None else load_model(args.init_from, [*fields], config)
     model.set_attn_implementation(args.attn_implementation)
     return model
 
@@ -172,17 +172,17 @@ def build_config(fields: dict[str, Any]) -> LRAttnResConfig:
         raise ValueError(f"`model` or `variant`: {error.__cause__ or error}") from error
 
 
-def load_model(args: TrainArguments, names: list[str], config: LRAttnResConfig) -> LRAttnResForCausalLM:
+def load_model(init_from: str, names: list[str], config: LRAttnResConfig) -> LRAttnResForCausalLM:
     """The model in the folder `init_from`, in float32; it must agree with `config` in the fields `names`."""
     try:
-        model = load_language_model(args.init_from, "cpu", "float32")
+        model = load_language_model(init_from, "cpu", "float32")
     except LoadingError as error:
         raise ValueError(f"`init_from`: {error}") from error
     for name in names:
         there, here = getattr(model.config, name), getattr(config, name)
         if there != here:
             raise ValueError(
-                f"`init_from` is {args.init_from}, whose `{name}` is {there}; `variant`, `model` and data want {here}."
+                f"`init_from` is {init_from}, whose `{name}` is {there}; `variant`, `model` and data want {here}."
             )
     return model
 
