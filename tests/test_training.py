@@ -139,7 +139,7 @@ def test_a_run_from_a_model_folder(token_data, tmp_path):
     for change, message in {
         "variant": ("sliced-n2-r4", "whose `depth_key_rank` is 8; .* want 4"),
         "model": ({"qk_norm": False}, "whose `qk_norm` is True; .* want False"),
-        "init_from": (str(tmp_path), f"`init_from` is {tmp_path}: "),
+        "init_from": (str(tmp_path), f"`init_from`: {tmp_path} has no config.json"),
     }.items():
         values = arguments(token_data, tmp_path / "third", **(options | {change: message[0]}))
         with pytest.raises(ValueError, match=message[1]):
