@@ -68,7 +68,7 @@ def reader(tmp_path):
 
 
 def take_for_granted(folder: Path, token_data: Path) -> None:
-    """What the page about diagnostics looks at: models and text."""
+    """Models and text, for the pages that look at them."""
     for name in ("model", "a", "b", "c"):
         save_text_model(folder / "outputs" / name)
     shutil.copytree(token_data, folder / "outputs/data")
@@ -81,7 +81,7 @@ RUN = [page for page in PAGES if any(is_run(text) for _, text in snippets(page))
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_every_snippet_runs(page, reader, token_data):
     run, folder = reader
-    if page.stem == "diagnostics":
+    if page.stem in ("diagnostics", "numerics"):
         take_for_granted(folder, token_data)
     for language, text in snippets(page):
         if not is_run(text):
