@@ -172,15 +172,22 @@ def test_a_micro_sweep(micro, micro_results):
     assert results["sliced-n8-r6-seed0"]["curve"]["tokens"][-1] == 1024
 
 
+def test_a_missing_baseline_is_trained_first(micro, micro_results, monkeypatch):
+    """Its result may be there without its weights, which are not committed."""
+    sweep, commands = sweeps.load_sweep(micro / "sweep.yaml"), []
+    monkeypatch.setattr(run, "call", lambda command: commands.append(command) or 1)
+    with pytest.raises(ValueError, match="training ended with code 1"):
+        run.train_row(sweep, sweep.run("continued-standard", 5), micro / "work/data", micro / "work")
+    assert [command[command.index("--seed") + 1] for command in commands] == ["5"]
+    assert commands[0][commands[0].index("--output-dir") + 1].endswith("runs/standard-seed5")
+
+
 def test_results_of_another_recipe_are_refused(micro, micro_results):
     sweep = sweeps.load_sweep(micro / "sweep.yaml", tokens=512)
     with pytest.raises(ValueError, match="standard-seed0.json was made with `steps` = 8, this sweep has 4"):
         run.run_sweep(sweep, sweep.runs(), micro / "work", micro_results)
     with pytest.raises(ValueError, match="trained by another recipe"):
         run.train_row(sweep, sweep.run("standard", 0), micro / "work/data", micro / "work")
-    missing = sweep.run("continued-standard", 5)
-    with pytest.raises(ValueError, match="train standard-seed5 first"):
-        run.train_row(sweep, missing, micro / "work/data", micro / "work")
 
 
 def test_a_stop_is_passed_on(tmp_path):

@@ -61,7 +61,7 @@ def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
             )
         return model
     if run.is_continued:
-        prepare_start(run, work)
+        prepare_start(sweep, run, data, work)
     recipe = work / "recipes" / f"{run.name}.yaml"  # one each: another process may be training another row
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(yaml.safe_dump(sweep.recipe, sort_keys=False))
@@ -77,11 +77,10 @@ def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
     return model
 
 
-def prepare_start(run: Run, work: Path) -> None:
-    """What a continued run starts from: the baseline of the same seed, upgraded if it is to be another variant."""
-    baseline, start = run_folder(work, run.baseline) / "model", start_folder(work, run)
-    if not baseline.exists():
-        raise ValueError(f"{baseline} does not exist: train {run.baseline.name} first.")
+def prepare_start(sweep: Sweep, run: Run, data: Path, work: Path) -> None:
+    """What a continued run starts from: the baseline of the same seed, trained if it is not in `work`, and upgraded if
+    the run is another variant."""
+    baseline, start = train_row(sweep, run.baseline, data, work), start_folder(work, run)
     if not start.exists():
         upgrade_model(baseline, start, **variant_fields(run.variant), seed=run.seed)
 
