@@ -49,9 +49,9 @@ def test_the_sweep_is_the_paper_s_table():
     recipes = [sweep.arguments(run, Path(), Path()).bound() for run in runs]
     for one, recipe in zip(runs, recipes):
         assert recipe.pop("steps") * recipe["batch_tokens"] >= (1_250_000 if one.is_continued else 5_000_000)
-        for name in ("variant", "seed", "init_from"):
-            del recipe[name]
-        assert recipe == recipes[0]  # one for all
+        different = ("variant", "seed", "init_from", *sweep.continued_recipe)
+        assert all(one.is_continued == (recipe[name] == value) for name, value in sweep.continued_recipe.items())
+        assert {**recipe, **dict.fromkeys(different)} == {**recipes[0], **dict.fromkeys(different)}  # one for all
     positions = {run: index for index, run in enumerate(runs)}
     assert all(positions[run.baseline] < positions[run] for run in runs if run.is_continued)
 
@@ -110,6 +110,7 @@ def micro(tmp_path_factory) -> Path:
         "continued_fraction": 0.5,
         "data": {"sequence_length": 32, "train_tokenizer": 280, "validation_fraction": 0.1},
         "recipe": recipe,
+        "continued_recipe": {"warmdown_fraction": 1.0},
         "rows": {"standard": "standard", "sliced-n8-r6": "sliced-n8-r64"},
         "continued": {"continued-standard": "standard", "continued-projected-n8-r3": "projected-n8-r3"},
         "order": [{"seeds": [0], "rows": ["standard", "sliced-n8-r6"]}]

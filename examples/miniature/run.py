@@ -64,7 +64,7 @@ def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
         prepare_start(sweep, run, data, work)
     recipe = work / "recipes" / f"{run.name}.yaml"  # one each: another process may be training another row
     recipe.parent.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(yaml.safe_dump(sweep.recipe, sort_keys=False))
+    recipe.write_text(yaml.safe_dump(sweep.recipe_of(run), sort_keys=False))
     flags = ["--data", args.data, "--output-dir", args.output_dir, "--variant", args.variant]
     flags += ["--seed", str(args.seed), "--steps", str(args.steps)]
     flags += ["--init-from", args.init_from] if args.init_from else []

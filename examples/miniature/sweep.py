@@ -44,9 +44,13 @@ class Sweep:
     continued_fraction: float  # of these tokens, in continued runs
     data: dict[str, Any]
     recipe: dict[str, Any]
+    continued_recipe: dict[str, Any]  # what is different in continued runs
     rows: dict[str, str]  # -> the paper's row
     continued: dict[str, str]  # -> the variant that a baseline is continued as
     order: list[dict[str, list]]
+
+    def recipe_of(self, run: Run) -> dict[str, Any]:
+        return self.recipe | (self.continued_recipe if run.is_continued else {})
 
     def steps(self, run: Run) -> int:
         tokens = self.tokens * (self.continued_fraction if run.is_continued else 1)
@@ -71,7 +75,7 @@ class Sweep:
         """Of the training of a run, in `work`."""
         args = load_arguments(
             None,
-            **self.recipe,
+            **self.recipe_of(run),
             variant=run.variant,
             seed=run.seed + CONTINUED_SEED if run.is_continued else run.seed,
             steps=self.steps(run),
