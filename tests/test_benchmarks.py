@@ -10,7 +10,7 @@ from lr_attnres import depth_routing
 
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))  # last: it has a `processes` too
 
 import harness  # noqa: E402
 import tables  # noqa: E402

@@ -16,7 +16,7 @@ from lr_attnres import depth_routing_triton as kernels  # noqa: E402
 
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))  # last: it has a `processes` too
 import triton_report  # noqa: E402
 
 
