@@ -161,6 +161,7 @@ def test_a_micro_sweep(micro, micro_results):
         assert result["gradient_norm"] == pytest.approx(sum(r["grad_norm"] for r in records) / steps)
         found = evaluate_folder(micro / f"work/runs/{name}/model", micro / "work/data")
         assert result["validation_loss"] == pytest.approx(found.loss, abs=1e-6)
+        assert str(micro) not in json.dumps(result)  # nothing of the machine
         routed = result["variant"] != "standard"
         assert len(result["depth"]["effective_sources"]) == (4 if routed else 0)
         analysis = as_analysis(result)
