@@ -1,22 +1,23 @@
-"""Decoding one token with the KV cache at the paper's size, batch 1, eager and compiled."""
+"""Decoding token by token with the KV cache at the paper's size, batch 1, eager and compiled."""
 
 import torch
 from harness import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
 from transformers import StaticCache
 
 
+@torch.no_grad()
 def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
-    """`tokens` greedy steps behind a prompt of 16, on a static cache, as `generate` runs them when compiled."""
+    """`tokens` greedy steps from the first position on, on a static cache, as `generate` runs them when compiled."""
     model = build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH).eval()
     forward = torch.compile(model, fullgraph=True) if compiled else model
-    cache = StaticCache(config=model.config, max_cache_len=16 + tokens)
-    prompt = torch.arange(16)[None]
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # makes the tensors of the cache
 
     @torch.no_grad()
     def step():
         cache.reset()
-        token = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
-        for position in range(16, 15 + tokens):
+        token = torch.tensor([[1]])
+        for position in range(tokens):
             position_ids = torch.tensor([[position]])
             outputs = forward(token, past_key_values=cache, use_cache=True, position_ids=position_ids)
             token = outputs.logits.argmax(-1)
@@ -25,6 +26,6 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
 
 
 if __name__ == "__main__":
-    arguments = timing_parser(__doc__, repeats=6, layers=24, tokens=16)
+    arguments = timing_parser(__doc__, repeats=40, layers=24, tokens=4)
     arguments.set_defaults(rows=PAPER_DEPTH_ROWS)
     time_rows("decode", decode_steps, arguments.parse_args())

@@ -13,6 +13,10 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def columns_of(name: str) -> Columns:
+    return load(name)["columns"]
+
+
 def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
     rows = dict.fromkeys(row for column in columns.values() for row in column)
     lines = [[head, *columns], ["---"] * (1 + len(columns))]
@@ -21,8 +25,33 @@ def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
+def times() -> list[str]:
+    """Whole steps, as ratios to `standard`."""
+    names = {"train_step": "training step", "prefill": "prefill", "decode": "decoding"}
+    return table({f"{names[name]}, {mode}": column for name in names for mode, column in columns_of(name).items()})
+
+
+def growth() -> list[str]:
+    """Training steps and the depth part alone against the number of layers."""
+    steps = {f"step, {title}, s": column for title, column in columns_of("scaling").items()}
+    rows = [*next(iter(steps.values()))]
+    parts = {
+        f"depth part, {title}, ms": {row: column[row] for row in rows}
+        for title, column in columns_of("depth_read").items()
+    }
+    return [*table(steps), "", *table(parts, digits=1)]
+
+
+def pretrained_classes() -> list[str]:
+    ratios = {
+        title: {row: seconds / column["Transformers"] for row, seconds in column.items()}
+        for title, column in columns_of("upgrade_speed").items()
+    }
+    return table(ratios, head="weights of")
+
+
 def memory() -> list[str]:
-    saved = load("memory")["columns"]["saved"]
+    saved = columns_of("memory")["saved"]
     return table({"MiB": saved, "ratio": {row: size / saved["standard"] for row, size in saved.items()}})
 
 
@@ -39,7 +68,7 @@ def kernels() -> list[str]:
     return lines
 
 
-TABLES = (memory, kernels)
+TABLES = (times, growth, pretrained_classes, memory, kernels)
 
 
 if __name__ == "__main__":

@@ -123,9 +123,10 @@ class LRAttnResDepthRead(nn.Module):
 
         emitted = emit(self.config, *self.split(output))
         if isinstance(depth_state[0], DepthBank):
-            row = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
-            hidden_states, bank_weights = depth_state[0].read(self.site, row, hidden_states.dtype)
-            return hidden_states, bank_weights, None if norm is None else norm(hidden_states), depth_state[0]
+            bank, row = depth_state[0], emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+            hidden_states, row_weights = bank.read(self.site, row, hidden_states.dtype)
+            bank_weights = bank.source_weights(self.site, row_weights) if output_depth_weights else None
+            return hidden_states, bank_weights, None if norm is None else norm(hidden_states), bank
 
         num_kept = self.num_routing + 2 * self.site.num_completed
         routing, completed = depth_state[: self.num_routing], [*depth_state[self.num_routing : num_kept]]

@@ -8,9 +8,9 @@ the group are mixed once for all of its sites (phase 1), and a site only merges 
 backward rebuilds what it needs from logits and from the hidden states that the next norm keeps anyway.
 """
 
+import math
 from copy import copy
 from dataclasses import dataclass
-from math import isqrt
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class DepthSite:
         ends = depth_block_ends(num_sublayers, num_blocks)
         opens = [1]
         for end in ends:
-            if end - opens[-1] >= isqrt(num_sublayers):
+            if end - opens[-1] >= math.isqrt(num_sublayers):
                 opens.append(end)
         sites = []
         for index in range(1, num_sublayers + 1):
@@ -202,8 +202,9 @@ class DepthRead(torch.autograd.Function):
 class DepthBank:
     """The sources of one new token, where a step of generation reads them. No gradients.
 
-    Such a step is bound by the number of operations, not by their size. So nothing is grouped: a site adds to the row
-    of its block, makes its logits, and takes one softmax and one product over all rows; views are made per block.
+    Such a step is bound by the number of operations, not by their size. So nothing is grouped, and views are made in
+    advance: a site adds to the partial or completes a source, makes its logits, and takes one softmax and one product
+    over all rows. A row that it does not read has the logit -inf for it, and is zero until something is written there.
     A row holds what a sub-layer emits (value [D], in `projected` also its key [R]) and then the floor of the key norm:
     the norm of a key together with that neighbour is the `hypot` of `depth_logits`.
     """
@@ -220,19 +221,23 @@ class DepthBank:
         batch, _, width = emitted.shape
         self.hidden_size, self.width, self.has_floor = hidden_size, width, floor is not None
         # The neighbour of a key has no part in its logits.
-        self.queries = (torch.nn.functional.pad(queries, (0, 1)) if self.has_floor else queries).t()
-        self.bank = queries.new_empty(batch, num_sources, width + self.has_floor)
-        self.logits = queries.new_empty(batch, queries.shape[0], num_sources)
+        self.queries = torch.nn.functional.pad(queries, (0, 1)) if self.has_floor else queries
+        self.bank = queries.new_zeros(batch, num_sources + 1, width + self.has_floor)  # the last row is the partial
+        self.logits = queries.new_full((queries.shape[0], batch, 1, num_sources + 1), -math.inf)
         if floor is not None:
             self.bank[..., -1] = floor
         self.make_views()
         self.rows[0].copy_(emitted)
-        self.write_logits(self.keys[0], self.queries, self.logits[..., 0])
+        self.write_logits(self.keys[0], self.queries, self.logits[:, :, 0, 0])
 
     def make_views(self) -> None:
+        self.values = self.bank[..., : self.hidden_size]
         self.rows = self.bank[..., : self.width].split(1, dim=1)
-        self.keys = self.bank[..., -self.queries.shape[0] :].unbind(1)
-        self.opened: int | None = None
+        self.keys = self.bank[..., -self.queries.shape[1] :].unbind(1)
+        self.norm_dim = None if len(self.bank) == 1 else -1  # over all is faster than over one dimension
+        self.site_queries = self.queries.split(1)
+        self.site_logits = self.logits.unbind(0)
+        self.partial_logits = self.logits[:, :, 0, -1].split(1)
 
     def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
         """Itself if it is there already. Accelerate's hooks ask for it between layers on different devices."""
@@ -244,37 +249,36 @@ class DepthBank:
         moved.make_views()
         return moved
 
-    def open_block(self, site: DepthSite) -> None:
-        """Views for the sites of a block: all of them read rows 0..n, and row n is the block's own."""
-        n, sites = site.num_completed, slice(site.index - site.count, site.block_end)
-        self.opened = n
-        self.values = self.bank[:, : n + 1, : self.hidden_size]
-        self.site_queries = self.queries[:, sites].split(1, dim=1)
-        self.site_logits = self.logits[:, sites, : n + 1].split(1, dim=1)
-        self.own_logits = self.logits[:, sites, n].split(1, dim=1)
-
     def read(self, site: DepthSite, emitted: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """What sub-layer `site` emitted, [B, 1, D or D + R] -> hidden [B, 1, D], depth weights [B, 1, S]."""
-        n, here = site.num_completed, site.count - 1
-        if self.opened != n:
-            self.open_block(site)
-        if here == 0:
-            self.rows[n].copy_(emitted)
+        """What sub-layer `site` emitted, [B, 1, D or D + R] -> hidden [B, 1, D], weights of all rows [B, 1, rows]."""
+        index, own = site.index - 1, site.num_completed
+        if site.closes_block:
+            if site.count == 1:
+                self.rows[own].copy_(emitted)
+            else:
+                torch.add(self.rows[-1], emitted, out=self.rows[own])
+            self.write_logits(self.keys[own], self.queries[index:], self.logits[index:, :, 0, own])
         else:
-            self.rows[n].add_(emitted)
-        if site.closes_block:  # its logits for all sites from here on
-            first = site.index - 1
-            self.write_logits(self.keys[n], self.queries[:, first:], self.logits[:, first:, n])
-        else:
-            self.write_logits(self.keys[n], self.site_queries[here], self.own_logits[here])
-        weights = self.site_logits[here].softmax(dim=-1)
+            if site.count == 1:
+                self.rows[-1].copy_(emitted)
+            else:
+                self.rows[-1].add_(emitted)
+            self.write_logits(self.keys[-1], self.site_queries[index], self.partial_logits[index])
+        weights = self.site_logits[index].softmax(dim=-1)
         hidden = torch.bmm(weights, self.values)
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
+    @staticmethod
+    def source_weights(site: DepthSite, weights: torch.Tensor) -> torch.Tensor:
+        """Of the weights of all rows, those of the sources of a site, oldest first: [B, 1, rows] -> [B, 1, S]."""
+        if site.closes_block:
+            return weights[..., : site.num_completed + 1]
+        return torch.cat([weights[..., : site.num_completed], weights[..., -1:]], dim=-1)
+
     def write_logits(self, key: torch.Tensor, queries: torch.Tensor, logits: torch.Tensor) -> None:
-        """key [B, R], queries [R, sites] -> logits [B, sites]; both with one more coordinate if there is a floor."""
-        product = torch.mm(key, queries)
+        """key [B, R], queries [sites, R] -> logits [sites, B]; both with one more coordinate if there is a floor."""
+        product = torch.mm(queries, key.t())
         if self.has_floor:
-            torch.div(product, torch.linalg.vector_norm(key, dim=-1, keepdim=True), out=logits)
+            torch.div(product, torch.linalg.vector_norm(key, dim=self.norm_dim), out=logits)
         else:
             logits.copy_(product)
