@@ -1,7 +1,7 @@
 """Decoding token by token with the KV cache at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from harness import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, time_rows, timing_parser
+from harness import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, lap, time_rows, timing_parser
 from transformers import StaticCache
 
 
@@ -18,6 +18,7 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
         cache.reset()
         token = torch.tensor([[1]])
         for position in range(tokens):
+            lap()
             position_ids = torch.tensor([[position]])
             outputs = forward(token, past_key_values=cache, use_cache=True, position_ids=position_ids)
             token = outputs.logits.argmax(-1)

@@ -1,12 +1,14 @@
 """What the benchmarks share: the models that are compared, the check against the naive read, timing, and the report.
 
-All rows of a benchmark run interleaved in one process; a row's time is the smallest of its repeats, and what is
-reported is the ratio to `standard`. `standard` is timed twice in each round. The smaller time counts, and the larger
-one as a ratio to it says how far the noise of the machine alone reaches.
+All rows of a benchmark run interleaved in one process, and what is reported is the ratio to `standard`. A step is cut
+into parts, in eager mode one per linear map; each part counts with the smallest of its repeats, the step with their
+sum: a shared machine is seldom undisturbed for seconds, but often for milliseconds. `standard` is timed twice in each
+round. The smaller time counts, and the larger one as a ratio to it says how far the noise of the machine reaches.
 """
 
 import argparse
 import ctypes
+import itertools
 import json
 import platform
 import sys
@@ -99,19 +101,61 @@ def keep_freed_memory() -> None:
             library.mallopt(option, value)
 
 
+laps: list[float] = []
+
+
+def lap() -> None:
+    """Ends a part of the step that is being timed, and begins the next one."""
+    laps.append(time.perf_counter())
+
+
+def lap_at_linears(model: torch.nn.Module) -> None:
+    """A part of a step for each linear map, forward and backward. Not for compiled models, which it would cut up."""
+
+    def lap_in_backward(linear: torch.nn.Linear, inputs: tuple, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: lap())
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda *_: lap())
+            module.register_forward_hook(lap_in_backward)
+
+
+def training_step(model: torch.nn.Module, input_ids: torch.Tensor, compiled: bool = False) -> Callable[[], None]:
+    """Forward, backward and AdamW."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4, fused=True)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+    if not compiled:
+        lap_at_linears(model)
+
+    def step() -> None:
+        loss = forward(input_ids, labels=input_ids, use_cache=False).loss
+        lap()
+        loss.backward()
+        lap()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """The smallest wall time of each step, in seconds. One untimed round first; each round begins with another step,
-    so that none always follows the same one."""
+    """The wall time of each step in seconds: the sum, over its parts, of the smallest time of each. One untimed round
+    first; each round begins with another step, so that none always follows the same one."""
     keep_freed_memory()
-    best, names = dict.fromkeys(steps, float("inf")), list(steps)
+    parts: dict[str, list[list[float]]] = {name: [] for name in steps}
+    names = list(steps)
     for repeat in range(repeats + 1):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            start = time.perf_counter()
+            laps.clear()
+            lap()
             steps[name]()
+            lap()
             if repeat:
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
+                parts[name].append([end - start for start, end in itertools.pairwise(laps)])
+    return {name: sum(map(min, zip(*parts[name], strict=True))) for name in names}
 
 
 def compare(

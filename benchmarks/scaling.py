@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from harness import build, check_against_naive_read, interleave, parser, report
+from harness import build, check_against_naive_read, interleave, parser, report, training_step
 
 
 WIDTH = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
@@ -13,15 +13,9 @@ COLOURS = {"standard": "#000000", "sliced N=8 r=64": "#0072B2", "sliced full r=6
 NAIVE = "sliced full r=64, naive read"
 
 
-def training_step(row: str, layers: int, tokens: int):
-    model = build(row, vocab_size=512, num_hidden_layers=layers, **WIDTH).train()
-    input_ids = torch.randint(0, 512, (1, tokens))
-
-    def step():
-        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
-        model.zero_grad()
-
-    return step
+def step_of(row: str, layers: int, tokens: int):
+    model = build(row, vocab_size=512, num_hidden_layers=layers, **WIDTH)
+    return training_step(model, torch.randint(0, 512, (1, tokens)))
 
 
 def plot(seconds: dict[str, dict[str, float]], depth: dict[str, dict[str, float]] | None, path: Path) -> None:
@@ -59,9 +53,7 @@ def main() -> None:
     rows = ["standard", *(row for row in args.rows if row != "standard")]
     columns = {}
     for layers in args.layers:
-        columns[f"L={layers}"] = interleave(
-            {row: training_step(row, layers, args.tokens) for row in rows}, args.repeats
-        )
+        columns[f"L={layers}"] = interleave({row: step_of(row, layers, args.tokens) for row in rows}, args.repeats)
     report("scaling", WIDTH | {"tokens": args.tokens}, columns, "s", args.output)
     depth = args.output / "depth_read.json"
     depth_columns = json.loads(depth.read_text())["columns"] if depth.exists() else None

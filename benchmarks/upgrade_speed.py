@@ -5,7 +5,7 @@ starts.
 """
 
 import torch
-from harness import PAPER_WIDTH, interleave, parser, report
+from harness import PAPER_WIDTH, interleave, parser, report, training_step
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lr_attnres.upgrade import load_upgraded
@@ -17,18 +17,6 @@ UPGRADES = {
     "sliced N=8 r=64": {"residual_type": "sliced", "num_depth_blocks": 8, "depth_key_rank": 64},
     "projected N=8 r=32": {"residual_type": "projected", "num_depth_blocks": 8, "depth_key_rank": 32},
 }
-
-
-def training_step(model: torch.nn.Module, input_ids: torch.Tensor, compiled: bool):
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4, fused=True)
-    forward = torch.compile(model, fullgraph=True) if compiled else model
-
-    def step():
-        forward(input_ids, labels=input_ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def steps_of(name: str, rows: list[str], layers: int, tokens: int, compiled: bool) -> dict:

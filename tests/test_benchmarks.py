@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lr_attnres import depth_routing
 
@@ -34,6 +35,27 @@ def test_rows_are_interleaved_and_count_with_their_smallest_time(monkeypatch):
     monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
     times = harness.interleave({name: lambda name=name: step(name) for name in costs}, repeats=2)
     assert times == {"a": 1, "b": 5} and "".join(order) == "abbaab"
+
+
+def test_each_part_of_a_step_counts_with_its_smallest_time(monkeypatch):
+    clock, costs = [0.0], iter([9, 9, 2, 5, 4, 3])
+
+    def step():
+        clock[0] += next(costs)
+        harness.lap()
+        clock[0] += next(costs)
+
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    assert harness.interleave({"a": step}, repeats=2) == {"a": 2 + 3}
+
+
+def test_a_step_has_a_part_for_each_linear_map_forward_and_backward():
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+    for row in ("standard", "sliced N=4 r=64", "Qwen3ForCausalLM"):
+        step = harness.training_step(harness.build(row, vocab_size=32, **sizes), torch.arange(8)[None])
+        harness.laps.clear()
+        step()
+        assert len(harness.laps) == 22 + 1 + 22 + 1  # 7 in each layer and the head; the loss; backward; the optimizer
 
 
 def test_standard_is_timed_against_itself(monkeypatch):
