@@ -23,14 +23,13 @@ test: lint
 test-versions: install
 	$(RUN)/python tests/versions.py oldest newest
 
-# Run nothing else meanwhile. Compiling takes about a minute a row: here one row; docs/performance.md has more.
+# Run nothing else meanwhile. Compiling takes a minute or two a row: here one; docs/performance.md has more.
 bench: install
 	$(RUN)/python benchmarks/memory.py
 	$(RUN)/python benchmarks/depth_read.py --repeats 3
-	$(RUN)/python benchmarks/scaling.py --repeats 3
 	$(RUN)/python benchmarks/train_step.py --repeats 3 --compiled-rows "sliced N=8 r=64"
 	$(RUN)/python benchmarks/prefill.py --repeats 3 --modes eager
-	$(RUN)/python benchmarks/decode.py --repeats 4 --compiled-rows "sliced N=8 r=64"
+	$(RUN)/python benchmarks/decode.py --repeats 10 --compiled-rows "sliced N=8 r=64"
 
 lint: install
 	$(RUN)/ruff check .

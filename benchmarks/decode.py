@@ -1,14 +1,14 @@
 """Decoding token by token with the KV cache at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from harness import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, lap, time_rows, timing_parser
+from harness import PAPER_WIDTH, build, lap, share_parameters, time_rows, timing_parser
 from transformers import StaticCache
 
 
 @torch.no_grad()
 def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
     """`tokens` greedy steps from the first position on, on a static cache, as `generate` runs them when compiled."""
-    model = build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH).eval()
+    model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)).eval()
     forward = torch.compile(model, fullgraph=True) if compiled else model
     cache = StaticCache(config=model.config, max_cache_len=64)
     model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # makes the tensors of the cache
@@ -28,5 +28,4 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
 
 if __name__ == "__main__":
     arguments = timing_parser(__doc__, repeats=40, layers=24, tokens=4)
-    arguments.set_defaults(rows=PAPER_DEPTH_ROWS)
     time_rows("decode", decode_steps, arguments.parse_args())

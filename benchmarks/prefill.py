@@ -1,11 +1,11 @@
 """Prefill of a prompt without gradients at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from harness import PAPER_DEPTH_ROWS, PAPER_WIDTH, build, lap_at_linears, time_rows, timing_parser
+from harness import PAPER_WIDTH, build, lap_at_linears, share_parameters, time_rows, timing_parser
 
 
 def prefill(row: str, layers: int, tokens: int, compiled: bool):
-    model = build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH).eval()
+    model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)).eval()
     forward = torch.compile(model, fullgraph=True) if compiled else model
     if not compiled:
         lap_at_linears(model)
@@ -20,5 +20,4 @@ def prefill(row: str, layers: int, tokens: int, compiled: bool):
 
 if __name__ == "__main__":
     arguments = timing_parser(__doc__, repeats=4, layers=24, tokens=512)
-    arguments.set_defaults(rows=PAPER_DEPTH_ROWS)
     time_rows("prefill", prefill, arguments.parse_args())

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from harness import build, check_against_naive_read, interleave, parser, report, training_step
+from harness import build, check_against_naive_read, interleave, parser, report, share_parameters, training_step
 
 
 WIDTH = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
@@ -14,7 +14,7 @@ NAIVE = "sliced full r=64, naive read"
 
 
 def step_of(row: str, layers: int, tokens: int):
-    model = build(row, vocab_size=512, num_hidden_layers=layers, **WIDTH)
+    model = share_parameters(build(row, vocab_size=512, num_hidden_layers=layers, **WIDTH))
     return training_step(model, torch.randint(0, 512, (1, tokens)))
 
 

@@ -26,28 +26,13 @@ def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
 
 
 def times() -> list[str]:
-    """Whole steps, as ratios to `standard`."""
-    names = {"train_step": "training step", "prefill": "prefill", "decode": "decoding"}
-    return table({f"{names[name]}, {mode}": column for name in names for mode, column in columns_of(name).items()})
+    """Whole eager steps, as ratios to `standard`."""
+    return table({"training step": columns_of("train_step")["eager"], "decoding": columns_of("decode")["eager"]})
 
 
 def growth() -> list[str]:
-    """Training steps and the depth part alone against the number of layers."""
-    steps = {f"step, {title}, s": column for title, column in columns_of("scaling").items()}
-    rows = [*next(iter(steps.values()))]
-    parts = {
-        f"depth part, {title}, ms": {row: column[row] for row in rows}
-        for title, column in columns_of("depth_read").items()
-    }
-    return [*table(steps), "", *table(parts, digits=1)]
-
-
-def pretrained_classes() -> list[str]:
-    ratios = {
-        title: {row: seconds / column["Transformers"] for row, seconds in column.items()}
-        for title, column in columns_of("upgrade_speed").items()
-    }
-    return table(ratios, head="weights of")
+    """The depth part alone against the number of layers, in milliseconds."""
+    return table(columns_of("depth_read"), digits=1)
 
 
 def memory() -> list[str]:
@@ -68,7 +53,7 @@ def kernels() -> list[str]:
     return lines
 
 
-TABLES = (times, growth, pretrained_classes, memory, kernels)
+TABLES = (times, growth, memory, kernels)
 
 
 if __name__ == "__main__":

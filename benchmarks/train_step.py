@@ -1,11 +1,11 @@
 """A whole training step (forward, backward, AdamW) of every variant, eager and compiled."""
 
 import torch
-from harness import PAPER_WIDTH, build, time_rows, timing_parser, training_step
+from harness import PAPER_WIDTH, build, share_parameters, time_rows, timing_parser, training_step
 
 
 def train_step(row: str, layers: int, tokens: int, compiled: bool):
-    model = build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)
+    model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH))
     return training_step(model, torch.randint(0, 8192, (1, tokens)), compiled)
 
 

@@ -5,7 +5,7 @@ starts.
 """
 
 import torch
-from harness import PAPER_WIDTH, interleave, parser, report, training_step
+from harness import PAPER_WIDTH, interleave, parser, pool, report, share_parameters, training_step
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lr_attnres.upgrade import load_upgraded
@@ -29,7 +29,8 @@ def steps_of(name: str, rows: list[str], layers: int, tokens: int, compiled: boo
         expected = source(input_ids).logits
         for row in rows:
             torch.testing.assert_close(models[row](input_ids).logits, expected, atol=1e-4, rtol=0)
-    return {row: training_step(model, input_ids, compiled) for row, model in models.items()}
+    pool.clear()  # the other source has weights of the same names
+    return {row: training_step(share_parameters(model), input_ids, compiled) for row, model in models.items()}
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ import tables  # noqa: E402
 def test_the_page_is_what_the_results_say(make):
     page = (ROOT / "docs/performance.md").read_text()
     assert "\n".join(make()) in page
+    if make is tables.times:
+        assert "\n".join(make()) in (ROOT / "README.md").read_text()
 
 
 def test_rows_are_interleaved_and_count_with_their_smallest_time(monkeypatch):
