@@ -23,7 +23,7 @@ test: lint
 test-versions: install
 	$(RUN)/python tests/versions.py oldest newest
 
-# Run nothing else meanwhile. Compiling takes a minute or two a row: here one; docs/performance.md has more.
+# Run nothing else meanwhile. Compiling takes a minute or two a row: here one.
 bench: install
 	$(RUN)/python benchmarks/memory.py
 	$(RUN)/python benchmarks/depth_read.py --repeats 3

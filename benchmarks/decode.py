@@ -10,7 +10,7 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
     """`tokens` greedy steps from the first position on, on a static cache, as `generate` runs them when compiled."""
     model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)).eval()
     forward = torch.compile(model, fullgraph=True) if compiled else model
-    cache = StaticCache(config=model.config, max_cache_len=64)
+    cache = StaticCache(config=model.config, max_cache_len=max(64, tokens))
     model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # makes the tensors of the cache
 
     @torch.no_grad()

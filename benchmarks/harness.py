@@ -1,9 +1,10 @@
 """What the benchmarks share: the models that are compared, the check against the naive read, timing, and the report.
 
 All rows of a benchmark run interleaved in one process, and what is reported is the ratio to `standard`. A step is cut
-into parts, in eager mode one per linear map; each part counts with the smallest of its repeats, the step with their
-sum: a shared machine is seldom undisturbed for seconds, but often for milliseconds. `standard` is timed twice in each
-round. The smaller time counts, and the larger one as a ratio to it says how far the noise of the machine reaches.
+into parts, in eager mode one per linear map, in decoding one per token; each part counts with the smallest of its
+repeats, the step with their sum: a shared machine is seldom undisturbed for seconds, but often for milliseconds.
+`standard` is timed twice in each round. The smaller time counts, and the larger one as a ratio to it says how far the
+noise of the machine reaches.
 """
 
 import argparse
@@ -88,7 +89,8 @@ def share_parameters(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def check_against_naive_read(rows: list[str]) -> None:
-    """Refuse to time a read that disagrees with the naive one, in float64, logits and gradients."""
+    """Refuse to time a read that disagrees with the naive one, in float64: logits, gradients, and one token's logits
+    without gradients, which are read from a `DepthBank`."""
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 4}
     for row in rows:
         if ROWS[row] is None or ROWS[row]["residual_type"] == "standard" or "naive" in row:
@@ -99,7 +101,9 @@ def check_against_naive_read(rows: list[str]) -> None:
             input_ids = torch.arange(2 * 17).view(2, 17)
             logits = model(input_ids).logits
             logits.square().mean().backward()
-            results.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+            with torch.no_grad():
+                token_logits = model(input_ids[:, :1]).logits
+            results.append([logits.detach(), token_logits, *(parameter.grad for parameter in model.parameters())])
         for ours, naive in zip(*results):
             torch.testing.assert_close(ours, naive, rtol=1e-7, atol=1e-9, msg=lambda m, r=row: f"{r}: {m}")
 
@@ -214,10 +218,10 @@ def timing_parser(description: str, repeats: int, layers: int, tokens: int) -> a
 
 def time_rows(name: str, make_step: Callable[..., Callable[[], None]], args: argparse.Namespace) -> None:
     """What the timing benchmarks have in common, once their arguments are known."""
-    check_against_naive_read(args.rows)
+    rows = list(dict.fromkeys([*args.rows, *(args.compiled_rows or [])]))
+    check_against_naive_read(rows)
     timed = {"eager": args.rows, "compiled": args.compiled_rows or args.rows}
     modes = {mode: timed[mode] for mode in args.modes}
-    rows = list(dict.fromkeys([*args.rows, *(args.compiled_rows or [])]))
     columns = compare(
         lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats
     )

@@ -182,11 +182,12 @@ def test_only_a_plain_norm_is_fused_into_the_read():
 SWITCHES = {"switches": {"depth_key_norm": False, "depth_query_norm": True, "depth_logit_scale": 0.7}, "defaults": {}}
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("variant", ROUTED)
 @torch.no_grad()
-def test_one_token_reads_from_the_bank(variant, switches, monkeypatch):
-    model, token = small_model(variant, **SWITCHES[switches]).double(), random_tokens(3, 1)
+def test_one_token_reads_from_the_bank(variant, switches, batch, monkeypatch):
+    model, token = small_model(variant, **SWITCHES[switches]).double(), random_tokens(batch, 1)
     banked = model(token, output_depth_weights=True)
     monkeypatch.setattr(LRAttnResModel, "reads_from_bank", lambda self, embeddings: False)
     expected = model(token, output_depth_weights=True)
