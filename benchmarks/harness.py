@@ -80,8 +80,8 @@ pool: dict[tuple, torch.nn.Parameter] = {}
 
 
 def share_parameters(model: torch.nn.Module) -> torch.nn.Module:
-    """All models use the same memory for weights of the same name and shape: on a virtual machine some pages are
-    slower than others, and of two models that are the same one was slower by as much as is to be measured."""
+    """All models use the same memory for weights of the same name and shape, so that where the weights lie cannot be
+    what differs. A precaution: copies of one model differed with and without it."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, pool.setdefault((path, name, parameter.shape), parameter))
