@@ -1,7 +1,7 @@
 """Decoding token by token with the KV cache at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from harness import PAPER_WIDTH, build, lap, share_parameters, time_rows, timing_parser
+from harness import PAPER_WIDTH, build, cut_at_laps, lap, share_parameters, time_rows, timing_parser
 from transformers import StaticCache
 
 
@@ -28,4 +28,4 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
 
 if __name__ == "__main__":
     arguments = timing_parser(__doc__, repeats=40, layers=24, tokens=4)
-    time_rows("decode", decode_steps, arguments.parse_args())
+    time_rows("decode", decode_steps, arguments.parse_args(), cut_at_laps)

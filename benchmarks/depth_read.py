@@ -5,7 +5,7 @@ the number of layers, which whole training steps (scaling.py) bury under the mat
 """
 
 import torch
-from harness import PAPER_WIDTH, ROWS, build, check_against_naive_read, interleave, parser, report
+from harness import PAPER_WIDTH, ROWS, build, check_against_naive_read, interleave, parser, report, total
 
 from lr_attnres.depth_routing import DepthSite
 
@@ -48,8 +48,8 @@ def main() -> None:
     rows = ["standard", *(row for row in args.rows if row != "standard")]
     columns = {}
     for layers in args.layers:
-        times = interleave({row: depth_part(row, layers, args.tokens) for row in rows}, args.repeats)
-        columns[f"L={layers}"] = {row: 1e3 * seconds for row, seconds in times.items()}
+        parts = interleave({row: depth_part(row, layers, args.tokens) for row in rows}, args.repeats)
+        columns[f"L={layers}"] = {row: 1e3 * total(parts[row]) for row in rows}
     report("depth_read", {"tokens": args.tokens, "pass": "forward and backward"}, columns, "ms", args.output)
     print("\nsource reads of the two phases (naive)")
     for title, num_blocks in (("N=8", 8), ("full", None)):

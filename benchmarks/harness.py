@@ -1,16 +1,17 @@
 """What the benchmarks share: the models that are compared, the check against the naive read, timing, and the report.
 
 All rows of a benchmark run interleaved in one process, and what is reported is the ratio to `standard`. A step is cut
-into parts, in eager mode one per linear map, in decoding one per token; each part counts with the smallest of its
-repeats, the step with their sum: a shared machine is seldom undisturbed for seconds, but often for milliseconds.
-`standard` is timed twice in each round. The smaller time counts, and the larger one as a ratio to it says how far the
-noise of the machine reaches.
+into parts: where an operator or a compiled kernel ends, in decoding where a token does. Each part counts with the
+smallest of its repeats, the step with their sum: a shared machine is seldom undisturbed for seconds, but often for
+milliseconds. `standard` is timed twice in each round. The smaller time counts, and the larger one as a ratio to it
+says how far the noise of the machine reaches.
 """
 
 import argparse
 import ctypes
 import itertools
 import json
+import os
 import platform
 import sys
 import time
@@ -18,13 +19,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 import transformers
+from torch.autograd import profiler
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
 from lr_attnres.depth_read import LRAttnResDepthRead
 from lr_attnres.depth_routing import naive_depth_read
 
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would announce each of its uses
+torch._inductor.config.cpp.enable_kernel_profile = True  # compiled kernels are seen by the profiler
 
 PAPER_WIDTH = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
 ROWS = {
@@ -42,7 +48,6 @@ ROWS = {
     "Qwen3ForCausalLM": None,
 }
 CONTROL = "standard, again"
-BATCH = 8  # rows beside `standard` that are in memory at once
 COMPARED = [row for row in ROWS if "N=4" not in row and row != "sliced full r=64, naive read"]
 
 
@@ -117,6 +122,22 @@ def keep_freed_memory() -> None:
             library.mallopt(option, value)
 
 
+Parts = list[tuple[str, float]]  # what ended a part of a step, and its seconds
+
+
+def cut_at_operators(step: Callable[[], None]) -> Parts:
+    """The parts of a step between the ends of its operators and compiled kernels, as the profiler saw them."""
+    with profiler.profile(use_kineto=True) as profile, profiler.record_function("step"):
+        step()
+    events = profile.kineto_results.events()
+    whole = next(event for event in events if event.name() == "step")
+    own = [event for event in events if event.start_thread_id() == whole.start_thread_id()]
+    ends = sorted((event.end_ns(), event.name()) for event in own if event.end_ns() <= whole.end_ns())
+    times = [whole.start_ns(), *(end for end, _ in ends)]
+    return [(name, 1e-9 * (end - start)) for (start, end), (_, name) in zip(itertools.pairwise(times), ends)]
+
+
+LAP = "lap"
 laps: list[float] = []
 
 
@@ -125,74 +146,85 @@ def lap() -> None:
     laps.append(time.perf_counter())
 
 
-def lap_at_linears(model: torch.nn.Module) -> None:
-    """A part of a step for each linear map, forward and backward. Not for compiled models, which it would cut up."""
+def cut_at_laps(step: Callable[[], None]) -> Parts:
+    """The parts of a step that calls `lap`: for steps of many small operators, which the profiler would slow down."""
+    laps.clear()
+    lap()
+    step()
+    lap()
+    return [(LAP, end - start) for start, end in itertools.pairwise(laps)]
 
-    def lap_in_backward(linear: torch.nn.Linear, inputs: tuple, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: lap())
 
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda *_: lap())
-            module.register_forward_hook(lap_in_backward)
+def kind(operator: str) -> str:
+    if operator in ("aten::mm", "aten::addmm"):
+        return "products"
+    if "scaled_dot_product" in operator:
+        return "attention"
+    return "AdamW" if "adamw" in operator else "other"
 
 
 def training_step(model: torch.nn.Module, input_ids: torch.Tensor, compiled: bool = False) -> Callable[[], None]:
     """Forward, backward and AdamW."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4, fused=True)
     forward = torch.compile(model, fullgraph=True) if compiled else model
-    if not compiled:
-        lap_at_linears(model)
 
     def step() -> None:
-        loss = forward(input_ids, labels=input_ids, use_cache=False).loss
-        lap()
-        loss.backward()
-        lap()
+        forward(input_ids, labels=input_ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """The wall time of each step in seconds: the sum, over its parts, of the smallest time of each. One untimed round
-    first; each round begins with another step, so that none always follows the same one."""
+def interleave(
+    steps: dict[str, Callable[[], None]], repeats: int, cut: Callable[[Callable[[], None]], Parts] = cut_at_operators
+) -> dict[str, Parts]:
+    """The parts of each step, each with the smallest of its times. One untimed round first; each round begins with
+    another step, so that none always follows the same one."""
     keep_freed_memory()
-    parts: dict[str, list[list[float]]] = {name: [] for name in steps}
     names = list(steps)
-    for repeat in range(repeats + 1):
+    for step in steps.values():
+        step()
+    rounds: dict[str, list[Parts]] = {name: [] for name in names}
+    for repeat in range(repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            laps.clear()
-            lap()
-            steps[name]()
-            lap()
-            if repeat:
-                parts[name].append([end - start for start, end in itertools.pairwise(laps)])
-    return {name: sum(map(min, zip(*parts[name], strict=True))) for name in names}
+            rounds[name].append(cut(steps[name]))
+    return {name: [smallest(part) for part in zip(*rounds[name], strict=True)] for name in names}
+
+
+def smallest(repeats: tuple[tuple[str, float], ...]) -> tuple[str, float]:
+    """Of one part."""
+    (name,) = {name for name, _ in repeats}  # a step always runs the same operators
+    return name, min(seconds for _, seconds in repeats)
+
+
+def total(parts: Parts) -> float:
+    return sum(seconds for _, seconds in parts)
 
 
 def compare(
-    make_step: Callable[[str, bool], Callable[[], None]], rows: list[str], modes: dict[str, list[str]], repeats: int
+    make_step: Callable[[str, bool], Callable[[], None]],
+    rows: list[str],
+    modes: dict[str, list[str]],
+    repeats: int,
+    cut: Callable[[Callable[[], None]], Parts] = cut_at_operators,
 ) -> dict[str, dict[str, float]]:
-    """mode -> row -> time as a ratio to `standard`. Few models at a time keep memory small; each batch of them is
-    interleaved with a `standard` of its own, timed twice: of these controls the worst is kept. `modes` says which rows
-    are timed in a mode; others are left out of it."""
-    columns = {}
+    """mode -> row -> time as a ratio to that of `standard`, and after it a column for each kind of operator, as a part
+    of the same. `modes` says which rows are timed in a mode; others are left out of it."""
+    columns: dict[str, dict[str, float]] = {}
     for mode, rows_of_mode in modes.items():
-        chosen = [row for row in rows if row in rows_of_mode and row != "standard"]
-        columns[mode] = {"standard": 1.0, CONTROL: 1.0}
-        for start in range(0, len(chosen), BATCH):
-            batch = ["standard", *chosen[start : start + BATCH]]
-            print(f"{mode}: {', '.join(batch)}", file=sys.stderr, flush=True)
-            steps = {row: make_step(row, mode == "compiled") for row in batch}
-            times = interleave(steps | {CONTROL: steps["standard"]}, repeats)
-            both = times.pop("standard"), times.pop(CONTROL)
-            columns[mode] |= {row: seconds / min(both) for row, seconds in times.items()}
-            columns[mode][CONTROL] = max(columns[mode][CONTROL], max(both) / min(both))
-            torch.compiler.reset()
+        chosen = ["standard", *(row for row in rows if row in rows_of_mode and row != "standard")]
+        print(f"{mode}: {', '.join(chosen)}", file=sys.stderr, flush=True)
+        steps = {row: make_step(row, mode == "compiled") for row in chosen}
+        times = interleave(steps | {CONTROL: steps["standard"]}, repeats, cut)
+        both = sorted((times.pop("standard"), times.pop(CONTROL)), key=total)
+        for row, parts in (dict(zip(("standard", CONTROL), both)) | times).items():
+            columns.setdefault(mode, {})[row] = total(parts) / total(both[0])
+            for title in sorted({kind(name) for name, _ in parts if name != LAP}):
+                own = [(name, seconds) for name, seconds in parts if kind(name) == title]
+                columns.setdefault(f"{mode}, {title}", {})[row] = total(own) / total(both[0])
+        torch.compiler.reset()
     return columns
 
 
@@ -216,14 +248,19 @@ def timing_parser(description: str, repeats: int, layers: int, tokens: int) -> a
     return result
 
 
-def time_rows(name: str, make_step: Callable[..., Callable[[], None]], args: argparse.Namespace) -> None:
+def time_rows(
+    name: str,
+    make_step: Callable[..., Callable[[], None]],
+    args: argparse.Namespace,
+    cut: Callable[[Callable[[], None]], Parts] = cut_at_operators,
+) -> None:
     """What the timing benchmarks have in common, once their arguments are known."""
     rows = list(dict.fromkeys([*args.rows, *(args.compiled_rows or [])]))
     check_against_naive_read(rows)
     timed = {"eager": args.rows, "compiled": args.compiled_rows or args.rows}
     modes = {mode: timed[mode] for mode in args.modes}
     columns = compare(
-        lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats
+        lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats, cut
     )
     settings = {"layers": args.layers, "tokens": args.tokens, "repeats": args.repeats}
     report(name, settings, columns, "of standard", args.output, baseline=None)
@@ -247,18 +284,20 @@ def report(
     baseline: str | None = "standard",
 ) -> None:
     """columns: title -> row -> measurement. Prints each, with its ratio to `baseline`; writes all of it as JSON."""
-    print(f"\n{name}: {settings}\n{machine()}")
+    print(f"\n{name}, {unit}: {settings}\n{machine()}")
+    widths = {title: max(14, len(title) + 2) for title in columns}
     ratio_title = "" if baseline is None else f"{'ratio':>8s}"
-    print(f"{'':32s}" + "".join(f"{title + ', ' + unit:>22s}{ratio_title}" for title in columns))
+    print(f"{'':32s}" + "".join(f"{title:>{widths[title]}s}{ratio_title}" for title in columns))
     for row in dict.fromkeys(row for column in columns.values() for row in column):
-        print(f"{row:32s}" + "".join(cell(column, row, baseline) for column in columns.values()), flush=True)
+        cells = (cell(column, row, baseline, widths[title]) for title, column in columns.items())
+        print(f"{row:32s}" + "".join(cells), flush=True)
     output.mkdir(parents=True, exist_ok=True)
     content = {"benchmark": name, "settings": settings, "machine": machine(), "unit": unit, "columns": columns}
     (output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def cell(column: dict[str, float], row: str, baseline: str | None) -> str:
+def cell(column: dict[str, float], row: str, baseline: str | None, width: int) -> str:
     if row not in column:
-        return " " * (22 if baseline is None else 30)
+        return " " * (width if baseline is None else width + 8)
     ratio = "" if baseline is None else f"{column[row] / column[baseline]:8.3f}"
-    return f"{column[row]:22.3f}{ratio}"
+    return f"{column[row]:{width}.3f}{ratio}"

@@ -1,14 +1,12 @@
 """Prefill of a prompt without gradients at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from harness import PAPER_WIDTH, build, lap_at_linears, share_parameters, time_rows, timing_parser
+from harness import PAPER_WIDTH, build, share_parameters, time_rows, timing_parser
 
 
 def prefill(row: str, layers: int, tokens: int, compiled: bool):
     model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)).eval()
     forward = torch.compile(model, fullgraph=True) if compiled else model
-    if not compiled:
-        lap_at_linears(model)
     input_ids = torch.randint(0, 8192, (1, tokens))
 
     @torch.no_grad()

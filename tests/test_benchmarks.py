@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,18 +26,20 @@ def test_the_page_is_what_the_results_say(make):
         assert "\n".join(make()) in (ROOT / "README.md").read_text()
 
 
-def test_rows_are_interleaved_and_count_with_their_smallest_time(monkeypatch):
-    """A clock that a step moves on by what it costs; the first round does not count, and each begins elsewhere."""
-    clock, order = [0.0], []
+def test_rows_are_interleaved_and_the_first_round_does_not_count():
+    """A cut that asks the steps what they cost; each round begins with another step."""
+    order = []
     costs = {"a": itertools.count(3, -1), "b": itertools.cycle([9, 5, 7])}
+
+    def cut(step):
+        return [("lap", step())]
 
     def step(name):
         order.append(name)
-        clock[0] += next(costs[name])
+        return next(costs[name])
 
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
-    times = harness.interleave({name: lambda name=name: step(name) for name in costs}, repeats=2)
-    assert times == {"a": 1, "b": 5} and "".join(order) == "abbaab"
+    times = harness.interleave({name: lambda name=name: step(name) for name in costs}, repeats=2, cut=cut)
+    assert times == {"a": [("lap", 1)], "b": [("lap", 5)]} and "".join(order) == "ababba"
 
 
 def test_each_part_of_a_step_counts_with_its_smallest_time(monkeypatch):
@@ -48,28 +51,42 @@ def test_each_part_of_a_step_counts_with_its_smallest_time(monkeypatch):
         clock[0] += next(costs)
 
     monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
-    assert harness.interleave({"a": step}, repeats=2) == {"a": 2 + 3}
+    (parts,) = harness.interleave({"a": step}, repeats=2, cut=harness.cut_at_laps).values()
+    assert parts == [("lap", 2), ("lap", 3)] and harness.total(parts) == 5
 
 
-def test_a_step_has_a_part_for_each_linear_map_forward_and_backward():
+@pytest.mark.parametrize("row", ["standard", "sliced N=4 r=64", "Qwen3ForCausalLM"])
+def test_a_step_is_cut_where_its_operators_end(row):
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
-    for row in ("standard", "sliced N=4 r=64", "Qwen3ForCausalLM"):
-        step = harness.training_step(harness.build(row, vocab_size=32, **sizes), torch.arange(8)[None])
-        harness.laps.clear()
-        step()
-        assert len(harness.laps) == 22 + 1 + 22 + 1  # 7 in each layer and the head; the loss; backward; the optimizer
+    step = harness.training_step(harness.build(row, vocab_size=32, **sizes), torch.arange(8)[None])
+    (parts,) = harness.interleave({row: step}, repeats=2).values()  # the same operators twice, or it would fail
+    names = [name for name, _ in parts]
+    products = names.count("aten::mm")
+    assert products >= 3 * 22  # 7 linear maps in each layer and the head, forward and two products backward
+    assert products < 3 * 22 + 30  # and those of the logits
+    assert {harness.kind(name) for name in names} == {"products", "attention", "AdamW", "other"}
+    start = time.perf_counter()
+    parts = harness.cut_at_operators(step)
+    assert 0 < harness.total(parts) <= time.perf_counter() - start and all(seconds >= 0 for _, seconds in parts)
+
+
+def test_compiled_kernels_are_parts_too():
+    """They are compiled when the step first runs, which does not count."""
+    inputs = torch.ones(8, 8, requires_grad=True)
+    compiled = torch.compile(lambda x: (x.sin() @ x.cos()).exp().sum())
+    (parts,) = harness.interleave({"x": lambda: compiled(inputs).backward()}, repeats=2).values()
+    names = [name for name, _ in parts]
+    assert "aten::mm" in names and any("sin" in name and "cpp_fused" in name for name in names)
 
 
 def test_standard_is_timed_against_itself(monkeypatch):
-    made = []
-    batches = iter(
-        [{"standard": 2.0, "x": 3.0, harness.CONTROL: 2.1}, {"standard": 4.0, "y": 4.0, harness.CONTROL: 3.0}]
-    )
-    monkeypatch.setattr(harness, "interleave", lambda steps, repeats: next(batches))
-    rows = ["standard", "x", *(f"row {i}" for i in range(harness.BATCH - 1)), "y"]
-    columns = harness.compare(lambda row, compiled: made.append(row), rows, {"eager": rows}, repeats=1)
-    assert columns["eager"] == {"standard": 1.0, "x": 1.5, "y": 4 / 3, harness.CONTROL: 4 / 3}
-    assert made == [*rows[:-1], "standard", "y"]
+    seconds = {"standard": [1.5, 0.5], "x": [1.5, 1.5], harness.CONTROL: [1.6, 0.5]}
+    parts = {row: list(zip(("aten::mm", "aten::add"), both)) for row, both in seconds.items()}
+    monkeypatch.setattr(harness, "interleave", lambda steps, repeats, cut: parts)
+    columns = harness.compare(lambda row, compiled: None, ["x"], {"eager": ["x"]}, repeats=1)
+    assert columns["eager"] == {"standard": 1.0, harness.CONTROL: 1.05, "x": 1.5}
+    assert columns["eager, products"] == {"standard": 0.75, harness.CONTROL: 0.8, "x": 0.75}
+    assert columns["eager, other"] == {"standard": 0.25, harness.CONTROL: 0.25, "x": 0.75}
 
 
 def test_a_wrong_read_is_not_timed(monkeypatch):
