@@ -7,48 +7,28 @@ Each run is a process of its own; its peak is the kernel's count of resident mem
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import torch
-import transformers
+from processes import machine, measure
 
 
 ANALYZE = "import sys; from lr_attnres.cli import main; sys.exit(main(['analyze', *sys.argv[1:]]))"
-
-
-def measure(*arguments: str) -> dict[str, float]:
-    start = time.perf_counter()
-    command = [sys.executable, "-c", ANALYZE, *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status != 0:
-        raise SystemExit(f"`lr-attnres analyze {' '.join(arguments)}` failed with status {status}")
-    cpu = usage.ru_utime + usage.ru_stime
-    seconds = time.perf_counter() - start
-    return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak_mb": round(usage.ru_maxrss / 1e3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     options = parser.parse_args()
-    report = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    report: dict[str, object] = dict(machine())
     with tempfile.TemporaryDirectory() as work:
         model = Path(work) / "model"
         subprocess.run([sys.executable, Path(__file__).parents[1] / "examples/tiny_model.py", model], check=True)
         for tokens in options.tokens:
             output = ["--output", f"{work}/{tokens}", "--max-tokens", str(tokens)]
-            report[f"{tokens:,} tokens"] = measure(str(model), "--data", "sotu", *output)
+            report[f"{tokens:,} tokens"] = measure(ANALYZE, str(model), "--data", "sotu", *output)
             analysis = json.loads((Path(work) / f"{tokens}/sliced_n_4_r_16/analysis.json").read_text())
             assert tokens - 256 < analysis["tokens"] <= tokens, analysis["tokens"]
     print(json.dumps(report, indent=2))

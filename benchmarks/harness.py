@@ -8,11 +8,13 @@ says how far the noise of the machine reaches.
 """
 
 import argparse
+import bisect
 import ctypes
 import itertools
 import json
 import os
 import platform
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -28,9 +30,6 @@ from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
 from lr_attnres.depth_read import LRAttnResDepthRead
 from lr_attnres.depth_routing import naive_depth_read
 
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would announce each of its uses
-torch._inductor.config.cpp.enable_kernel_profile = True  # compiled kernels are seen by the profiler
 
 PAPER_WIDTH = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
 ROWS = {
@@ -48,6 +47,7 @@ ROWS = {
     "Qwen3ForCausalLM": None,
 }
 CONTROL = "standard, again"
+OTHER = "other"  # kind of operator
 COMPARED = [row for row in ROWS if "N=4" not in row and row != "sliced full r=64, naive read"]
 
 
@@ -122,22 +122,38 @@ def keep_freed_memory() -> None:
             library.mallopt(option, value)
 
 
-Parts = list[tuple[str, float]]  # what ended a part of a step, and its seconds
+Parts = list[tuple[str, float]]  # the kind of each part of a step, and its seconds
 
 
 def cut_at_operators(step: Callable[[], None]) -> Parts:
-    """The parts of a step between the ends of its operators and compiled kernels, as the profiler saw them."""
+    """The parts of a step between the ends of its operators and compiled kernels, as the profiler saw them. The few
+    hundred nanoseconds that it takes for each are in them."""
     with profiler.profile(use_kineto=True) as profile, profiler.record_function("step"):
         step()
     events = profile.kineto_results.events()
     whole = next(event for event in events if event.name() == "step")
     own = [event for event in events if event.start_thread_id() == whole.start_thread_id()]
-    ends = sorted((event.end_ns(), event.name()) for event in own if event.end_ns() <= whole.end_ns())
-    times = [whole.start_ns(), *(end for end, _ in ends)]
-    return [(name, 1e-9 * (end - start)) for (start, end), (_, name) in zip(itertools.pairwise(times), ends)]
+    spans = [(event.start_ns(), event.end_ns(), event.name()) for event in own]
+    return cut(whole.start_ns(), sorted(span for span in spans if whole.start_ns() <= span[0] < whole.end_ns()))
 
 
-LAP = "lap"
+def cut(start: int, spans: list[tuple[int, int, str]]) -> Parts:
+    """Spans (start, end, operator) in order of their starts. What an operator calls may end before it does: a part is
+    of the kind of the outermost operator around its end that has one."""
+    known: list[tuple[int, int, str]] = []
+    for span in spans:
+        if kind(span[2]) != OTHER and (not known or span[0] >= known[-1][1]):
+            known.append(span)
+    parts = []
+    for end in sorted(end for _, end, _ in spans):
+        around = bisect.bisect_left(known, (end,)) - 1  # the last that started before
+        parts.append(
+            (kind(known[around][2]) if around >= 0 and end <= known[around][1] else OTHER, 1e-9 * (end - start))
+        )
+        start = end
+    return parts
+
+
 laps: list[float] = []
 
 
@@ -152,7 +168,7 @@ def cut_at_laps(step: Callable[[], None]) -> Parts:
     lap()
     step()
     lap()
-    return [(LAP, end - start) for start, end in itertools.pairwise(laps)]
+    return [(OTHER, end - start) for start, end in itertools.pairwise(laps)]
 
 
 def kind(operator: str) -> str:
@@ -160,7 +176,7 @@ def kind(operator: str) -> str:
         return "products"
     if "scaled_dot_product" in operator:
         return "attention"
-    return "AdamW" if "adamw" in operator else "other"
+    return "AdamW" if "adamw" in operator else OTHER
 
 
 def training_step(model: torch.nn.Module, input_ids: torch.Tensor, compiled: bool = False) -> Callable[[], None]:
@@ -177,26 +193,30 @@ def training_step(model: torch.nn.Module, input_ids: torch.Tensor, compiled: boo
 
 
 def interleave(
-    steps: dict[str, Callable[[], None]], repeats: int, cut: Callable[[Callable[[], None]], Parts] = cut_at_operators
+    steps: dict[str, Callable[[], None]],
+    repeats: int,
+    time_parts: Callable[[Callable[[], None]], Parts] = cut_at_operators,
 ) -> dict[str, Parts]:
-    """The parts of each step, each with the smallest of its times. One untimed round first; each round begins with
-    another step, so that none always follows the same one."""
+    """The parts of each step, each with the smallest of its times. One untimed round first; each round has another
+    order, so that none always follows the same one."""
     keep_freed_memory()
-    names = list(steps)
-    for step in steps.values():
-        step()
-    rounds: dict[str, list[Parts]] = {name: [] for name in names}
-    for repeat in range(repeats):
-        first = repeat % len(names)
-        for name in names[first:] + names[:first]:
-            rounds[name].append(cut(steps[name]))
-    return {name: [smallest(part) for part in zip(*rounds[name], strict=True)] for name in names}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would announce each of its uses
+    best: dict[str, Parts] = {}
+    with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):  # compiled kernels are among the operators
+        for step in steps.values():
+            step()
+        for repeat in range(repeats):
+            for name in random.Random(repeat).sample(list(steps), len(steps)):
+                parts = time_parts(steps[name])
+                best[name] = smallest(best.get(name, parts), parts)
+    return best
 
 
-def smallest(repeats: tuple[tuple[str, float], ...]) -> tuple[str, float]:
-    """Of one part."""
-    (name,) = {name for name, _ in repeats}  # a step always runs the same operators
-    return name, min(seconds for _, seconds in repeats)
+def smallest(one: Parts, other: Parts) -> Parts:
+    """Two repeats of a step, which always runs the same operators."""
+    if [title for title, _ in one] != [title for title, _ in other]:
+        raise RuntimeError("a step ran other operators than before: its parts cannot be compared.")
+    return [(title, min(seconds, again)) for (title, seconds), (_, again) in zip(one, other)]
 
 
 def total(parts: Parts) -> float:
@@ -208,7 +228,7 @@ def compare(
     rows: list[str],
     modes: dict[str, list[str]],
     repeats: int,
-    cut: Callable[[Callable[[], None]], Parts] = cut_at_operators,
+    time_parts: Callable[[Callable[[], None]], Parts] = cut_at_operators,
 ) -> dict[str, dict[str, float]]:
     """mode -> row -> time as a ratio to that of `standard`, and after it a column for each kind of operator, as a part
     of the same. `modes` says which rows are timed in a mode; others are left out of it."""
@@ -217,21 +237,28 @@ def compare(
         chosen = ["standard", *(row for row in rows if row in rows_of_mode and row != "standard")]
         print(f"{mode}: {', '.join(chosen)}", file=sys.stderr, flush=True)
         steps = {row: make_step(row, mode == "compiled") for row in chosen}
-        times = interleave(steps | {CONTROL: steps["standard"]}, repeats, cut)
+        times = interleave(steps | {CONTROL: steps["standard"]}, repeats, time_parts)
         both = sorted((times.pop("standard"), times.pop(CONTROL)), key=total)
         for row, parts in (dict(zip(("standard", CONTROL), both)) | times).items():
             columns.setdefault(mode, {})[row] = total(parts) / total(both[0])
-            for title in sorted({kind(name) for name, _ in parts if name != LAP}):
-                own = [(name, seconds) for name, seconds in parts if kind(name) == title]
+            titles = {title for title, _ in parts}
+            for title in sorted(titles if len(titles) > 1 else ()):
+                own = [part for part in parts if part[0] == title]
                 columns.setdefault(f"{mode}, {title}", {})[row] = total(own) / total(both[0])
         torch.compiler.reset()
     return columns
 
 
+def at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def parser(description: str, repeats: int, rows: Iterable[str] = tuple(ROWS)) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--rows", nargs="+", default=list(rows), choices=list(rows), metavar="ROW")
-    result.add_argument("--repeats", type=int, default=repeats)
+    result.add_argument("--repeats", type=at_least_one, default=repeats)
     result.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
     return result
 
@@ -252,7 +279,7 @@ def time_rows(
     name: str,
     make_step: Callable[..., Callable[[], None]],
     args: argparse.Namespace,
-    cut: Callable[[Callable[[], None]], Parts] = cut_at_operators,
+    time_parts: Callable[[Callable[[], None]], Parts] = cut_at_operators,
 ) -> None:
     """What the timing benchmarks have in common, once their arguments are known."""
     rows = list(dict.fromkeys([*args.rows, *(args.compiled_rows or [])]))
@@ -260,7 +287,7 @@ def time_rows(
     timed = {"eager": args.rows, "compiled": args.compiled_rows or args.rows}
     modes = {mode: timed[mode] for mode in args.modes}
     columns = compare(
-        lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats, cut
+        lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats, time_parts
     )
     settings = {"layers": args.layers, "tokens": args.tokens, "repeats": args.repeats}
     report(name, settings, columns, "of standard", args.output, baseline=None)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -13,13 +14,15 @@ import transformers
 def measure(script: str, *arguments: str) -> dict[str, float]:
     """Seconds and peak resident GB (the kernel's count, mapped file pages included) of a process of its own."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", script, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status != 0:
-        raise SystemExit(f"a step failed with status {status}")
+        code = os.waitstatus_to_exitcode(status)
+        raise SystemExit(f"a step failed with exit code {code}; to see why: {shlex.join(command)}")
     seconds = time.perf_counter() - start
     cpu = usage.ru_utime + usage.ru_stime
-    return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak_gb": round(usage.ru_maxrss / 1e6, 2)}
+    return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak_gb": round(usage.ru_maxrss / 1e6, 3)}
 
 
 def machine() -> dict[str, str]:

@@ -18,14 +18,14 @@ from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.losses import use_chunked_loss
 from lr_attnres.metrics import Metrics
 from lr_attnres.optimizers import muon_adamw
-from lr_attnres.training import build_model, train
+from lr_attnres.training import new_model, train
 from lr_attnres.training_arguments import TrainArguments, load_arguments
 
 
 def bare_step(args: TrainArguments):
     """Forward, backward and optimizer of a step's micro-batches, on data that is already there."""
     data = PackedTokens(args.data)
-    model = build_model(args, data.manifest).train()
+    model = new_model(args, data.manifest).train()
     use_chunked_loss(model, args.z_loss)
     optimizer = muon_adamw(model, args.lr_muon, args.lr_adamw)
     rows = args.batch_tokens // data.sequence_length

@@ -9,13 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from lr_attnres.clean_process import load_in_clean_process
 from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.evaluation import evaluate, evaluate_folder
 from lr_attnres.text_generation import generate_text
-from lr_attnres.training import build_model, train
+from lr_attnres.training import new_model, start_accelerator, train
 from lr_attnres.training_arguments import TrainArguments, load_arguments
 
 
@@ -31,7 +30,8 @@ def unigram_entropy(data: PackedTokens) -> float:
 
 def loss_before_training(args: TrainArguments, validation: PackedTokens) -> float:
     torch.manual_seed(args.seed)
-    return evaluate(build_model(args, validation.manifest), validation, Accelerator(cpu=True)).loss
+    accelerator = start_accelerator(args)
+    return evaluate(new_model(args, validation.manifest).to(accelerator.device), validation, accelerator).loss
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from .cost import depth_cost, variant_name
 from .depth_routing import depth_block_ends
 from .loading import load_config, load_language_model
 from .losses import use_chunked_loss
+from .metrics import read_metrics
 from .model_folder import check_absent, staged_folder
 from .modeling_lr_attnres import LRAttnResForCausalLM
 
@@ -143,6 +144,7 @@ def analyze_model(
     bar: tqdm | None = None,
 ) -> DepthAnalysis:
     """`batches` are dicts of `input_ids`, `position_ids` and `labels`, each int64 [B, T]."""
+    gradient_norm = average_gradient_norm(source)  # a damaged file is refused before the work
     use_chunked_loss(model)
     routing, loss, num_labels = _Routing(model.config), 0.0, 0
     with _Magnitudes(model) as magnitudes:
@@ -168,7 +170,7 @@ def analyze_model(
         tokens=routing.tokens,
         loss=loss / max(num_labels, 1),
         added_flops_percent=depth_cost(model.config).added_flops_percent,
-        gradient_norm=average_gradient_norm(source),
+        gradient_norm=gradient_norm,
         tensors=tensors,
     )
 
@@ -265,11 +267,10 @@ def _query_norms(model: LRAttnResForCausalLM) -> torch.Tensor:
 
 def average_gradient_norm(source: str | os.PathLike) -> float | None:
     """The mean of `grad_norm` over the logged steps of the run that a folder belongs to; None without its metrics."""
-    for folder in (Path(source), Path(source).parent):
-        path = folder / METRICS_FILE
-        if source and path.is_file():
-            with open(path, encoding="utf-8") as file:
-                norms = [step["grad_norm"] for step in map(json.loads, file) if step.get("grad_norm") is not None]
+    folder = Path(source)
+    for place in (folder, folder.parent, folder.parent.parent):  # the run, its model, one of its checkpoints
+        if source and (place / METRICS_FILE).is_file():
+            norms = [step["grad_norm"] for step in read_metrics(place / METRICS_FILE) if "grad_norm" in step]
             return sum(norms) / len(norms) if norms else None
     return None
 

@@ -376,7 +376,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "prepare": (
         "Turn text or a dataset into packed rows of tokens for training; run again to go on, or to check the result.",
-        "lr-attnres prepare sotu outputs/data --train-tokenizer 4096 --sequence-length 256 --validation-fraction 0.05",
+        "lr-attnres prepare sotu outputs/data --train-tokenizer 2048 --sequence-length 256 --validation-fraction 0.1",
         _prepare,
     ),
     "train": (

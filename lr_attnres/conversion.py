@@ -284,6 +284,8 @@ def read_released_file(path: str | os.PathLike) -> tuple[LRAttnResConfig, dict[s
 
 
 def _projection_rank(model_args: dict[str, Any], config: LRAttnResConfig) -> int:
+    if config.residual_type != "projected":
+        return config.depth_key_rank
     rank = model_args.get("lrid_projection_rank") or config.depth_key_rank
     if not isinstance(rank, int) or rank < config.depth_key_rank:
         raise ConversionError(

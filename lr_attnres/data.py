@@ -547,3 +547,12 @@ class PackedTokens(torch.utils.data.Dataset):
         labels = np.where(position_ids == 0, -100, input_ids)
         columns = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
         return {name: torch.from_numpy(values) for name, values in columns.items()}
+
+
+def check_fits(vocab_size: int, max_position_embeddings: int, manifest: dict) -> None:
+    """Raise where a model of these sizes cannot read the data."""
+    tokens, length = manifest["tokenizer"]["vocab_size"], manifest["settings"]["sequence_length"]
+    if vocab_size < tokens:
+        raise ValueError(f"`vocab_size` is {vocab_size}, but the data has {tokens} different tokens.")
+    if max_position_embeddings < length:
+        raise ValueError(f"`max_position_embeddings` is {max_position_embeddings}, less than a row ({length} tokens).")

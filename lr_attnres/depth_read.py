@@ -33,9 +33,9 @@ def default_depth_backend(value: torch.Tensor) -> str:
 
 def is_plain_norm(norm: nn.Module | None) -> TypeGuard[nn.RMSNorm]:
     """Whether a kernel may compute it: nobody has wrapped it, listens to it or keeps its weight elsewhere."""
-    if norm is None or norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):
+    if norm is None or "forward" in vars(norm) or type(norm).forward is not nn.RMSNorm.forward:
         return False
-    return type(norm).forward is nn.RMSNorm.forward
+    return not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
 
 
 def sublayer_output_size(config: LRAttnResConfig) -> int:

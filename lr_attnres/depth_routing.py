@@ -70,7 +70,7 @@ class DepthSite:
 def depth_rms_norm(key: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm without weights, in float32 or better: [..., R] -> [..., R]."""
     key = key.to(torch.promote_types(key.dtype, torch.float32))
-    return key * torch.rsqrt(key.square().mean(-1, keepdim=True) + eps)
+    return torch.nn.functional.rms_norm(key, key.shape[-1:], eps=eps)
 
 
 def depth_logits(key: torch.Tensor, queries: torch.Tensor, floor: torch.Tensor | None = None) -> torch.Tensor:

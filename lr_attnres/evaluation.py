@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .batches import flatten_for_flash
-from .data import PackedTokens, load_data_tokenizer
+from .data import PackedTokens, check_fits, load_data_tokenizer
 from .loading import LoadingError, load_language_model, load_tokenizer
 from .losses import find_language_model, use_chunked_loss
 
@@ -79,20 +79,11 @@ def evaluate_folder(
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
     dataset = PackedTokens(data, split)
-    accelerator = Accelerator(mixed_precision="no")
+    accelerator = Accelerator()  # of whatever precision: the model is not prepared by it, so none is applied
     loaded = load_language_model(os.fspath(model), str(accelerator.device), dtype)
     check_fits(loaded.config.vocab_size, loaded.config.max_position_embeddings, dataset.manifest)
     check_same_tokens(os.fspath(model), dataset)
     return evaluate(loaded, dataset, accelerator, batch_size, progress_bar=True)
-
-
-def check_fits(vocab_size: int, max_position_embeddings: int, manifest: dict) -> None:
-    """Raise where a model of these sizes cannot read the data."""
-    tokens, length = manifest["tokenizer"]["vocab_size"], manifest["settings"]["sequence_length"]
-    if vocab_size < tokens:
-        raise ValueError(f"`vocab_size` is {vocab_size}, but the data has {tokens} different tokens.")
-    if max_position_embeddings < length:
-        raise ValueError(f"`max_position_embeddings` is {max_position_embeddings}, less than a row ({length} tokens).")
 
 
 def check_same_tokens(model: str, dataset: PackedTokens) -> None:

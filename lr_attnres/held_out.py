@@ -7,9 +7,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .data import PackedTokens
+from .data import PackedTokens, check_fits
 from .documents import open_documents
-from .evaluation import check_fits
 from .loading import load_tokenizer
 
 
@@ -44,6 +43,8 @@ def text_rows(
     tokens: list[int] = []
     positions: list[int] = []
     for text in documents:
+        if not text.strip():
+            continue
         position = 0
         for piece in [*_pieces(text), None]:
             new = [tokenizer.eos_token_id] if piece is None else _encode(tokenizer, piece)
@@ -59,7 +60,8 @@ def text_rows(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    # Text that looks like a special token stays text.
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -98,10 +100,13 @@ def make_batches(rows: Iterable[dict], batch_size: int) -> Iterator[dict[str, to
 
 def take_tokens(batches: Iterable[dict], max_tokens: int | None) -> Iterator[dict[str, torch.Tensor]]:
     """Whole rows of at most `max_tokens` together, but one row at least."""
-    left = float("inf") if max_tokens is None else max_tokens
+    if max_tokens is None:
+        yield from batches
+        return
+    left = max_tokens
     for batch in batches:
         length = batch["input_ids"].shape[1]
-        rows = int(min(len(batch["input_ids"]), max(left // length, 1)))
+        rows = min(len(batch["input_ids"]), max(left // length, 1))
         yield {key: value[:rows] for key, value in batch.items()}
         left -= rows * length
         if left < length:

@@ -3,10 +3,13 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
 from tqdm import tqdm
+
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # `analyze` reads metrics without it
 
 
 class Metrics:
@@ -15,7 +18,7 @@ class Metrics:
     A resumed run (`done` > 0) keeps the lines up to its step: no step is missing or there twice.
     """
 
-    def __init__(self, file: Path, accelerator: Accelerator, done: int, steps: int, batch_tokens: int):
+    def __init__(self, file: Path, accelerator: "Accelerator", done: int, steps: int, batch_tokens: int):
         self.file, self.accelerator, self.batch_tokens = file, accelerator, batch_tokens
         self.seconds, self.tokens = 0.0, 0
         self.bar = tqdm(total=steps, initial=done, unit=" steps", disable=not accelerator.is_main_process)

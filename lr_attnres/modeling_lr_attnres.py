@@ -504,7 +504,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
 
 
 # The library's generic heads find their base model through AutoModel, which remote code may not do: each `__init__`
-# below is the generic one with `LRAttnResModel` named.
+# below is the generic one with `LRAttnResModel` named. Their outputs have no depth weights: `model.model` has.
 
 
 class LRAttnResForSequenceClassification(GenericForSequenceClassification, LRAttnResPreTrainedModel):

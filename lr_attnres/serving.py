@@ -1,6 +1,7 @@
 """Transformers' own OpenAI-compatible server, for our models."""
 
 import socket
+import sys
 
 import transformers
 from safetensors import SafetensorError
@@ -36,6 +37,12 @@ def serve(
     check_address(host, port)
     usable_device(device)
     load_tokenizer(source, load_config(source))
+    if host not in ("localhost", "127.0.0.1", "::1"):
+        print(
+            f"Warning: whoever reaches {host}:{port} can use this server without a password, and have it load another "
+            "model (/load_model): put something in front of it.",
+            file=sys.stderr,
+        )
 
     # The server looks architectures up by name in `transformers`.
     for name in modeling_lr_attnres.__all__:

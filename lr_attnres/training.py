@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from .batches import StepBatches, flatten_for_flash
 from .checkpoints import Checkpoints, hold_run_folder, read_state, sync_to_disk, without_progress_bar
 from .configuration_lr_attnres import LRAttnResConfig
-from .data import PackedTokens, load_data_tokenizer
-from .evaluation import check_fits, evaluate, num_targets
+from .data import PackedTokens, check_fits, load_data_tokenizer
+from .evaluation import check_same_tokens, evaluate, num_targets
 from .loading import LoadingError, load_language_model
 from .losses import use_chunked_loss
 from .metrics import Metrics
@@ -58,9 +58,10 @@ def run(args: TrainArguments, accelerator: Accelerator) -> Path:
     checkpoints.clean()
 
     set_seed(args.seed)
-    model, optimizer = prepare(accelerator, build_model(args, data.manifest), args)
+    model, optimizer = prepare(accelerator, build_model(args, data), args)
     set_seed(args.seed, device_specific=True)  # the weights are the same in every process, dropout is not
-    settings = args.bound() | {"data": data_hash(data.manifest)}
+    init_from = args.init_from and os.path.abspath(args.init_from)
+    settings = args.bound() | {"data": data_hash(data.manifest), "init_from": init_from}
     done = checkpoints.load(checkpoint, settings) if checkpoint else 0
     validation_loss = read_state(checkpoint)["validation_loss"] if checkpoint else None
     step_batches = StepBatches(data, args, accelerator, done)
@@ -146,8 +147,15 @@ def check_nothing_is_lost(args: TrainArguments) -> None:
         raise ValueError(f"{model} is not of this run, which would replace it: choose another --output-dir.")
 
 
-def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
-    """A new model, or the one in `init_from`; what `model` does not say about vocabulary and length, the data does."""
+def build_model(args: TrainArguments, data: PackedTokens) -> LRAttnResForCausalLM:
+    """The model in `init_from`, or a new one."""
+    model = new_model(args, data.manifest) if args.init_from is None else load_model(args, args.init_from, data)
+    model.set_attn_implementation(args.attn_implementation)
+    return model
+
+
+def new_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
+    """What `model` does not say about vocabulary and length, the data does."""
     tokenizer = manifest["tokenizer"]
     from_data = {
         "vocab_size": tokenizer["vocab_size"],
@@ -159,31 +167,32 @@ def build_model(args: TrainArguments, manifest: dict) -> LRAttnResForCausalLM:
     # Its sizes first: with too few tokens the special ones are outside too, which says less.
     sizes = build_config({name: fields[name] for name in ("vocab_size", "max_position_embeddings")})
     check_fits(sizes.vocab_size, sizes.max_position_embeddings, manifest)
-    config = build_config(fields)
-    model = LRAttnResForCausalLM(config) if args.init_from is None else load_model(args.init_from, [*fields], config)
-    model.set_attn_implementation(args.attn_implementation)
-    return model
+    return LRAttnResForCausalLM(build_config(fields))
 
 
 def build_config(fields: dict[str, Any]) -> LRAttnResConfig:
     try:
-        return LRAttnResConfig(**fields)
+        return LRAttnResConfig.from_dict(fields)
     except StrictDataclassError as error:
         raise ValueError(f"`model` or `variant`: {error.__cause__ or error}") from error
 
 
-def load_model(init_from: str, names: list[str], config: LRAttnResConfig) -> LRAttnResForCausalLM:
-    """The model in the folder `init_from`, in float32; it must agree with `config` in the fields `names`."""
+def load_model(args: TrainArguments, init_from: str, data: PackedTokens) -> LRAttnResForCausalLM:
+    """The model in the folder `init_from`, in float32; it must be what `variant` and `model` say, and fit the data."""
     try:
         model = load_language_model(init_from, "cpu", "float32")
     except LoadingError as error:
         raise ValueError(f"`init_from`: {error}") from error
-    for name in names:
-        there, here = getattr(model.config, name), getattr(config, name)
+    fields = args.model_fields()
+    wanted = build_config(model.config.to_dict() | fields)
+    for name in fields:
+        there, here = getattr(model.config, name), getattr(wanted, name)
         if there != here:
             raise ValueError(
-                f"`init_from` is {init_from}, whose `{name}` is {there}; `variant`, `model` and data want {here}."
+                f"`init_from` is {init_from}, whose `{name}` is {there}; `variant` and `model` want {here}."
             )
+    check_fits(model.config.vocab_size, model.config.max_position_embeddings, data.manifest)
+    check_same_tokens(init_from, data)
     return model
 
 
@@ -333,11 +342,14 @@ def export(
             with without_progress_bar():
                 plain.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
+            start = {} if args.init_from is None else read_provenance(args.init_from)
             evaluation = [{"dataset": Path(args.data).name, "metric": "validation loss", "value": loss}]
             write_provenance(
                 temporary,
                 step=args.steps,
                 tokens=args.steps * args.batch_tokens,
+                base_model=start.get("base_model"),
+                license=start.get("license"),
                 recipe=args.bound(),
                 evaluation=None if loss is None else evaluation,
             )

@@ -48,7 +48,9 @@ class TrainArguments:
 
     variant: str = argument("sliced-n8-r64", "standard, attnres-n8, projected-full-r32, sliced-n8-r64, ...")
     model: dict = argument({}, "fields of LRAttnResConfig: hidden_size=256 num_hidden_layers=4 ...")
-    init_from: str | None = argument(None, "a model folder to start from, of this `variant`; default: random weights")
+    init_from: str | None = argument(
+        None, "a model folder to start from, of this `variant`; default: random weights", free=True
+    )
     seed: int = argument(0, "of the weights and of the order of the data")
 
     batch_tokens: int = argument(262_144, "tokens of an optimizer step, over all processes")

@@ -49,7 +49,7 @@ def test_the_sweep_is_the_paper_s_table():
     recipes = [sweep.arguments(run, Path(), Path()).bound() for run in runs]
     for one, recipe in zip(runs, recipes):
         assert recipe.pop("steps") * recipe["batch_tokens"] >= (1_250_000 if one.is_continued else 5_000_000)
-        different = ("variant", "seed", "init_from", *sweep.continued_recipe)
+        different = ("variant", "seed", *sweep.continued_recipe)
         assert all(one.is_continued == (recipe[name] == value) for name, value in sweep.continued_recipe.items())
         assert {**recipe, **dict.fromkeys(different)} == {**recipes[0], **dict.fromkeys(different)}  # one for all
     positions = {run: index for index, run in enumerate(runs)}

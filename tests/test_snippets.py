@@ -28,6 +28,7 @@ NOT_RUN = {
     "lr-attnres serve": "runs until it is stopped; test_serving.py",
     "lr-attnres explore": "runs until it is stopped; test_explore.py",
     "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
+    'AutoTokenizer.from_pretrained("outputs/n8-r32")': "the small stand-in comes without a tokenizer",
     "from openai import": "needs the server; test_serving.py",
 }
 # Training for as long as the README says would take minutes.
@@ -52,7 +53,7 @@ def is_run(text: str) -> bool:
 def reader(tmp_path):
     """The command line of someone who reads the pages in a folder of their own."""
     with HubServer() as hub:
-        save_source(tmp_path / "qwen", "qwen3", hidden_size=64)
+        save_source(tmp_path / "qwen", "qwen3", hidden_size=64, max_position_embeddings=256)
         released = {"final_model.pt": hub.store((REFERENCES / "plr_block3_r8.pt").read_bytes(), lfs=True)}
         pretrained = {path.name: hub.store(path.read_bytes(), lfs=True) for path in (tmp_path / "qwen").iterdir()}
         for name, files in {"Jonnester/LR-AttnRes-LR-n8-r32": released, "Qwen/Qwen3-0.6B": pretrained}.items():
@@ -69,7 +70,7 @@ def reader(tmp_path):
 
 def take_for_granted(folder: Path, token_data: Path) -> None:
     """Models and text, for the pages that look at them."""
-    for name in ("model", "a", "b", "c"):
+    for name in ("run/model", "a", "b", "c"):
         save_text_model(folder / "outputs" / name)
     shutil.copytree(token_data, folder / "outputs/data")
     (folder / "book.txt").write_text("It was the best of times, it was the worst of times. " * 200)
@@ -111,6 +112,20 @@ def test_what_the_pages_name_exists():
         missing += [name for name in files if not (ROOT / "tests" / name).exists()]
         missing += [link for link in re.findall(r"\]\(([^)#:]+\.md)\)", text) if not (page.parent / link).exists()]
         assert missing == [], page
+
+
+def test_the_file_map_is_complete():
+    """Each file has its promise in the README, and no promise is left of one that is gone."""
+    map_of_files = (ROOT / "README.md").read_text().split("\n## Files\n")[1].split("\n## ")[0]
+    named = {Path(name).name for name in re.findall(r"`([^`\s]+)`", map_of_files)}
+    folders = ("lr_attnres", "examples", "examples/miniature", "benchmarks", "docs", "tests")
+    files = [path.name for folder in folders for path in (ROOT / folder).glob("*.py")]
+    assert [name for name in files if not name.startswith("test_") and name not in named] == []
+    listed = re.findall(r"^\| (`.*?`) \|", map_of_files, flags=re.MULTILINE)
+    for row in listed:
+        first, *others = re.findall(r"`(.*?)`", row)
+        paths = [ROOT / first, *((ROOT / first).parent / other for other in others)]
+        assert [path for path in paths if not (path.exists() or (ROOT / path.name).exists())] == [], row
 
 
 def test_the_figure_of_the_architecture_is_drawn_from_the_code(monkeypatch):

@@ -33,8 +33,6 @@ def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str,
     batches = (default_collate([validation[i] for i in range(s, min(s + size, len(validation)))]) for s in starts)
     analysis = analyze_model(model, batches, source=str(model_folder))
     batch_tokens = sweep.recipe["batch_tokens"]
-    recipe = read_provenance(model_folder)["recipe"]
-    del recipe["init_from"]  # a place on this machine; the row says what it was
     return {
         "row": run.row,
         "seed": run.seed,
@@ -50,7 +48,7 @@ def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str,
         "added_flops_percent": analysis.added_flops_percent,
         "parameters": num_parameters(model.config),
         "config": model.config.to_diff_dict(),
-        "recipe": recipe,
+        "recipe": read_provenance(model_folder)["recipe"],
         "data": data_hash(validation.manifest),
         "num_layers": analysis.num_layers,
         "block_ends": analysis.block_ends,

@@ -36,7 +36,7 @@ def is_finished(sweep: Sweep, run: Run, results: Path) -> bool:
     recipe = json.loads(path.read_text())["recipe"]
     asked = sweep.arguments(run, Path(), Path()).bound()
     for name in asked:
-        if name != "init_from" and recipe.get(name) != asked[name]:
+        if recipe.get(name) != asked[name]:
             raise ValueError(
                 f"{path} was made with `{name}` = {recipe.get(name)}, this sweep has {asked[name]}: choose another "
                 "--results folder."
@@ -70,8 +70,6 @@ def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
     flags += ["--init-from", args.init_from] if args.init_from else []
     command = [sys.executable, "-m", "lr_attnres.cli", "train", str(recipe), *flags, "--resume"]
     code = call(command)
-    if code in (130, 143):
-        raise SystemExit(code)  # stopped, with a checkpoint
     if code:
         raise ValueError(f"training ended with code {code}, see above.")
     return model
@@ -86,20 +84,28 @@ def prepare_start(sweep: Sweep, run: Run, data: Path, work: Path) -> None:
 
 
 def call(command: list[str]) -> int:
-    """Run a command; being told to stop means telling it, and waiting until it has saved."""
-    with subprocess.Popen(command) as child:
-        tell = {signal.SIGTERM: lambda number, frame: child.send_signal(number), signal.SIGINT: lambda *_: None}
-        before = {number: signal.signal(number, handler) for number, handler in tell.items()}
+    """Run a command; being told to stop means telling it, waiting until it has saved, and stopping too."""
+    told: list[int] = []
+    with subprocess.Popen(command, start_new_session=True) as child:  # so that Ctrl-C reaches it once, through us
+
+        def tell(number: int, frame: object) -> None:
+            told.append(number)
+            child.send_signal(number)
+
+        before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            return child.wait()
+            code = child.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+    if told:
+        raise SystemExit(128 + told[0])
+    return code
 
 
 def write_json(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, path)
 
@@ -112,6 +118,9 @@ def run_sweep(sweep: Sweep, runs: list[Run], work: Path, results: Path, text: li
     failed = []
     for number, run in enumerate(left, start=1):
         print(f"\n[{number}/{len(left)}] {run.name}", flush=True)
+        if is_finished(sweep, run, results):
+            print("has been finished by another process", flush=True)
+            continue
         try:
             model = train_row(sweep, run, data, work)
             result = measure(sweep, run, model, data)

@@ -1,10 +1,12 @@
 """Time of a whole training step of each row relative to the baseline's: forward, backward, clipping and optimizer.
 
 The rows alternate in one process, four at a time beside the baseline, and each counts with the smallest of its
-repeats. Run it on a machine that does nothing else; it writes `timing.json` beside the results.
+repeats. Run it on a machine that does nothing else; it writes `timing.json` beside the results, where rows that are
+not timed now keep the ratios that they have there.
 """
 
 import argparse
+import json
 import platform
 import sys
 import time
@@ -17,7 +19,7 @@ from sweep import BASELINE, RESULTS, SWEEP, Sweep, load_sweep
 
 from lr_attnres.losses import use_chunked_loss
 from lr_attnres.optimizers import muon_adamw
-from lr_attnres.training import build_model
+from lr_attnres.training import new_model
 
 
 def training_step(sweep: Sweep, row: str) -> Callable[[], None]:
@@ -26,7 +28,7 @@ def training_step(sweep: Sweep, row: str) -> Callable[[], None]:
     args = sweep.arguments(sweep.run(row, 0), Path(), Path())
     length, vocab_size = sweep.data["sequence_length"], sweep.data["train_tokenizer"]
     tokenizer = {"vocab_size": vocab_size, "eos_token_id": 0}
-    model = build_model(args, {"tokenizer": tokenizer, "settings": {"sequence_length": length}}).train()
+    model = new_model(args, {"tokenizer": tokenizer, "settings": {"sequence_length": length}}).train()
     use_chunked_loss(model, args.z_loss)
     optimizer = muon_adamw(model, args.lr_muon, args.lr_adamw, args.lr_queries)
     forward = torch.compile(model) if args.compile else model
@@ -82,12 +84,18 @@ def main() -> None:
     try:
         sweep = load_sweep(options.sweep)
         rows = [*dict.fromkeys(run.row for run in sweep.runs(options.rows or sweep.rows))]
+        if options.repeats < 1:
+            raise ValueError(f"--repeats is {options.repeats}; it must be at least 1.")
+        if not set(rows) <= set(sweep.rows):
+            raise ValueError(f"a continued row costs what its variant costs: time one of {', '.join(sweep.rows)}.")
     except (OSError, ValueError) as error:
         sys.exit(f"Error: {error}")
-    ratios = measure_ratios(sweep, rows, options.repeats)
     machine = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    machine["torch"] = torch.__version__
-    write_json(options.results / "timing.json", {"machine": machine, "repeats": options.repeats, "ratios": ratios})
+    settings = {"machine": machine | {"torch": torch.__version__}, "repeats": options.repeats}
+    path = options.results / "timing.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    ratios = before["ratios"] if {name: before.get(name) for name in settings} == settings else {}
+    write_json(path, settings | {"ratios": ratios | measure_ratios(sweep, rows, options.repeats)})
 
 
 if __name__ == "__main__":
