@@ -268,7 +268,8 @@ def _query_norms(model: LRAttnResForCausalLM) -> torch.Tensor:
 def average_gradient_norm(source: str | os.PathLike) -> float | None:
     """The mean of `grad_norm` over the logged steps of the run that a folder belongs to; None without its metrics."""
     folder = Path(source)
-    for place in (folder, folder.parent, folder.parent.parent):  # the run, its model, one of its checkpoints
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    for place in (folder, run):
         if source and (place / METRICS_FILE).is_file():
             norms = [step["grad_norm"] for step in read_metrics(place / METRICS_FILE) if "grad_norm" in step]
             return sum(norms) / len(norms) if norms else None

@@ -235,7 +235,7 @@ def converted_state_dict(
     low_rank = config.residual_type in ("projected", "sliced")
     suffix = "proj.weight" if low_rank else "weight"
     # Rows past the key are padding of the author's GEMM.
-    released_rows = hidden + (projection_rank if config.residual_type == "projected" else 0)
+    released_rows = hidden + projection_rank
     rows = hidden + (rank if config.residual_type == "projected" else 0)
 
     result = {"model.embed_tokens.weight": tensors.take("transformer.wte.weight", vocab, hidden)}
@@ -284,8 +284,9 @@ def read_released_file(path: str | os.PathLike) -> tuple[LRAttnResConfig, dict[s
 
 
 def _projection_rank(model_args: dict[str, Any], config: LRAttnResConfig) -> int:
+    """The rows behind a value in the output projections of `projected`."""
     if config.residual_type != "projected":
-        return config.depth_key_rank
+        return 0
     rank = model_args.get("lrid_projection_rank") or config.depth_key_rank
     if not isinstance(rank, int) or rank < config.depth_key_rank:
         raise ConversionError(

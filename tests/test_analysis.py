@@ -138,13 +138,21 @@ def test_batches_are_let_go():
 
 def test_gradient_norm_is_averaged_over_the_logged_steps(tmp_path):
     steps = [{"step": 1, "grad_norm": 2.0}, {"step": 2, "validation_loss": 3.0}, {"step": 3, "grad_norm": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    assert average_gradient_norm(tmp_path) == average_gradient_norm(tmp_path / "checkpoint-3") == 1.5
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"step": 4, "gr')
+    assert average_gradient_norm(tmp_path) == average_gradient_norm(tmp_path / "model") == 1.5
+    assert average_gradient_norm(tmp_path / "checkpoints/step-00000003") == 1.5
     assert average_gradient_norm(tmp_path / "elsewhere/model") is None
 
 
 def test_text_is_packed_as_prepare_packs_it(tmp_path):
-    texts = ["A short one.", "Another document, which is a little longer.\n" * 5, "x", "The last.\nOf them."]
+    texts = [
+        "A short one.",
+        " \n",
+        "It ends <|end|> not here.",
+        "Another document, which is a little longer.\n" * 5,
+        "x",
+        "The last.\nOf them.",
+    ]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare(
         tmp_path / "texts.jsonl",

@@ -197,7 +197,6 @@ BROKEN = [
     (lambda checkpoint: checkpoint["model_args"].update(n_layer="4"), "num_hidden_layers"),
     (lambda checkpoint: checkpoint["model_args"].update(weight_tying=True), "lm_head.weight is not the embedding"),
     (lambda checkpoint: checkpoint["model"].update({"lm_head.weight": 3}), "lm_head.weight is not a dense tensor"),
-    (lambda checkpoint: checkpoint["model_args"].update(lrid_projection_rank=4), "lrid_projection_rank=4"),
 ]
 
 
@@ -206,6 +205,14 @@ def test_broken_file_is_refused(edit, message, tmp_path):
     with pytest.raises(ConversionError, match=message):
         convert_released_checkpoint(edited(tmp_path, edit=edit), tmp_path / "output")
     assert not (tmp_path / "output").exists()
+
+
+def test_a_projection_rank_below_the_rank_is_refused_where_keys_are_projected(tmp_path):
+    with pytest.raises(ConversionError, match="lrid_projection_rank=4"):
+        convert_released_checkpoint(with_args(tmp_path, "plr_block3_r8", lrid_projection_rank=4), tmp_path / "output")
+    convert_released_checkpoint(
+        with_args(tmp_path, lrid_projection_rank=4), tmp_path / "output"
+    )  # nothing is projected
 
 
 class Payload:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from common import BYTE_VOCAB_SIZE, byte_tokenizer, save_text_model, small_model
 from torch.utils.data import Subset
 
@@ -38,6 +39,17 @@ def test_is_the_mean_over_the_targets(model, token_data):
         assert result.loss == pytest.approx(total / count, abs=1e-6)
         assert result.perplexity == pytest.approx(math.exp(result.loss))
     assert model.training and model.chunked_loss.z_loss == 0.5
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_after_another_accelerator_of_this_process(precision, token_data, tmp_path):
+    """As after `train` on a GPU: a folder is measured in its own precision."""
+    model = save_text_model(tmp_path / "model")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    Accelerator(mixed_precision=precision)
+    expected = evaluate(model, PackedTokens(token_data, "validation"), Accelerator())
+    assert evaluate_folder(tmp_path / "model", token_data) == expected
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_folders_that_do_not_fit(model, token_data, tmp_path):

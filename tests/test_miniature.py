@@ -192,22 +192,24 @@ def test_results_of_another_recipe_are_refused(micro, micro_results):
         run.train_row(sweep, sweep.run("standard", 0), micro / "work/data", micro / "work")
 
 
-def test_a_stop_is_passed_on(tmp_path):
-    """Told to stop, the sweep tells the training, and waits for it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_passed_on(number, tmp_path):
+    """Told to stop, the sweep tells the training, waits for it, and stops, whatever it answers."""
     child = (
-        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+        f"import pathlib, signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(7)); "
         f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(60)"
     )
 
     def stop() -> None:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     threading.Thread(target=stop).start()
-    assert run.call([sys.executable, "-c", child]) == 143
-    assert signal.getsignal(signal.SIGTERM) == before
+    with pytest.raises(SystemExit) as stopped:
+        run.call([sys.executable, "-c", child])
+    assert stopped.value.code == 128 + number and signal.getsignal(number) == before
 
 
 def test_the_page_is_what_the_results_say():

@@ -70,6 +70,8 @@ def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
     flags += ["--init-from", args.init_from] if args.init_from else []
     command = [sys.executable, "-m", "lr_attnres.cli", "train", str(recipe), *flags, "--resume"]
     code = call(command)
+    if code in (130, 143):
+        raise SystemExit(code)  # it was stopped, with a checkpoint
     if code:
         raise ValueError(f"training ended with code {code}, see above.")
     return model
