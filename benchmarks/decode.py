@@ -1,7 +1,7 @@
 """Decoding token by token with the KV cache at the paper's size, batch 1, eager and compiled."""
 
 import torch
-from harness import PAPER_WIDTH, build, cut_at_laps, lap, share_parameters, time_rows, timing_parser
+from harness import PAPER_WIDTH, build, cut_at_linears, mark_linears, share_parameters, time_rows, timing_parser
 from transformers import StaticCache
 
 
@@ -9,7 +9,7 @@ from transformers import StaticCache
 def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
     """`tokens` greedy steps from the first position on, on a static cache, as `generate` runs them when compiled."""
     model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)).eval()
-    forward = torch.compile(model, fullgraph=True) if compiled else model
+    forward = torch.compile(model, fullgraph=True) if compiled else mark_linears(model)
     cache = StaticCache(config=model.config, max_cache_len=max(64, tokens))
     model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # makes the tensors of the cache
 
@@ -18,7 +18,6 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
         cache.reset()
         token = torch.tensor([[1]])
         for position in range(tokens):
-            lap()
             position_ids = torch.tensor([[position]])
             outputs = forward(token, past_key_values=cache, use_cache=True, position_ids=position_ids)
             token = outputs.logits.argmax(-1)
@@ -28,4 +27,4 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
 
 if __name__ == "__main__":
     arguments = timing_parser(__doc__, repeats=40, layers=24, tokens=4)
-    time_rows("decode", decode_steps, arguments.parse_args(), cut_at_laps)
+    time_rows("decode", decode_steps, arguments.parse_args(), cut_at_linears)

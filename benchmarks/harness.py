@@ -1,14 +1,14 @@
 """What the benchmarks share: the models that are compared, the check against the naive read, timing, and the report.
 
 All rows of a benchmark run interleaved in one process, and what is reported is the ratio to `standard`. A step is cut
-into parts: where an operator or a compiled kernel ends, in decoding where a token does. Each part counts with the
-smallest of its repeats, the step with their sum: a shared machine is seldom undisturbed for seconds, but often for
-milliseconds. `standard` is timed twice in each round. The smaller time counts, and the larger one as a ratio to it
-says how far the noise of the machine reaches.
+into parts where an operator or a compiled kernel ends. Each part counts with the smallest of its repeats, the step
+with their sum: a shared machine is seldom undisturbed for seconds, but often for milliseconds. Matrix products and
+attention of the same shapes, most of the time and the same work in every model, count alike in all of them (`settle`).
+`standard` is timed twice in each round. The smaller time counts, and the larger one as a ratio to it says how far the
+noise of the machine reaches.
 """
 
 import argparse
-import bisect
 import ctypes
 import itertools
 import json
@@ -47,7 +47,7 @@ ROWS = {
     "Qwen3ForCausalLM": None,
 }
 CONTROL = "standard, again"
-OTHER = "other"  # kind of operator
+PRODUCTS, ATTENTION, OTHER = "products", "attention", "other"  # kinds of operators
 COMPARED = [row for row in ROWS if "N=4" not in row and row != "sliced full r=64, naive read"]
 
 
@@ -122,61 +122,67 @@ def keep_freed_memory() -> None:
             library.mallopt(option, value)
 
 
-Parts = list[tuple[str, float]]  # the kind of each part of a step, and its seconds
+Parts = list[tuple[str, float]]  # what each part of a step is, and its seconds
 
 
 def cut_at_operators(step: Callable[[], None]) -> Parts:
-    """The parts of a step between the ends of its operators and compiled kernels, as the profiler saw them. The few
-    hundred nanoseconds that it takes for each are in them."""
-    with profiler.profile(use_kineto=True) as profile, profiler.record_function("step"):
+    """The parts of a step between the ends of its operators and compiled kernels, as the profiler saw them. What it
+    takes itself, around a microsecond for each, is in them."""
+    with profiler.profile(use_kineto=True, record_shapes=True) as profile, profiler.record_function("step"):
         step()
     events = profile.kineto_results.events()
     whole = next(event for event in events if event.name() == "step")
     own = [event for event in events if event.start_thread_id() == whole.start_thread_id()]
-    spans = [(event.start_ns(), event.end_ns(), event.name()) for event in own]
-    return cut(whole.start_ns(), sorted(span for span in spans if whole.start_ns() <= span[0] < whole.end_ns()))
+    spans = [(event.start_ns(), event.end_ns(), describe(event.name(), event.shapes())) for event in own]
+    return cut(whole.start_ns(), [span for span in spans if whole.start_ns() <= span[0] < whole.end_ns()])
 
 
-def cut(start: int, spans: list[tuple[int, int, str]]) -> Parts:
-    """Spans (start, end, operator) in order of their starts. What an operator calls may end before it does: a part is
-    of the kind of the outermost operator around its end that has one."""
-    known: list[tuple[int, int, str]] = []
-    for span in spans:
-        if kind(span[2]) != OTHER and (not known or span[0] >= known[-1][1]):
-            known.append(span)
-    parts = []
-    for end in sorted(end for _, end, _ in spans):
-        around = bisect.bisect_left(known, (end,)) - 1  # the last that started before
-        parts.append(
-            (kind(known[around][2]) if around >= 0 and end <= known[around][1] else OTHER, 1e-9 * (end - start))
-        )
-        start = end
-    return parts
+marks: list[tuple[int, str]] = []  # when a part ended, and what it was
 
 
-laps: list[float] = []
+def mark_linears(model: torch.nn.Module) -> torch.nn.Module:
+    """For `cut_at_linears`. Not for compiled models, which it would cut up."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            name = f"{PRODUCTS} {module.in_features} {module.out_features}"
+            module.register_forward_pre_hook(lambda *_: marks.append((time.perf_counter_ns(), OTHER)))
+            module.register_forward_hook(lambda *_, name=name: marks.append((time.perf_counter_ns(), name)))
+    return model
 
 
-def lap() -> None:
-    """Ends a part of the step that is being timed, and begins the next one."""
-    laps.append(time.perf_counter())
-
-
-def cut_at_laps(step: Callable[[], None]) -> Parts:
-    """The parts of a step that calls `lap`: for steps of many small operators, which the profiler would slow down."""
-    laps.clear()
-    lap()
+def cut_at_linears(step: Callable[[], None]) -> Parts:
+    """The linear maps of a step and what lies between them: for steps of so many small operators that the profiler
+    would slow them down."""
+    marks.clear()
+    now = time.perf_counter_ns()
     step()
-    lap()
-    return [(OTHER, end - start) for start, end in itertools.pairwise(laps)]
+    marks.append((time.perf_counter_ns(), OTHER))
+    starts = [now, *(end for end, _ in marks)]
+    return [(name, 1e-9 * (end - start)) for start, (end, name) in zip(starts, marks)]
 
 
-def kind(operator: str) -> str:
-    if operator in ("aten::mm", "aten::addmm"):
-        return "products"
-    if "scaled_dot_product" in operator:
-        return "attention"
-    return "AdamW" if "adamw" in operator else OTHER
+def describe(operator: str, shapes: list) -> str:
+    """Operators that all models have alike are told apart by kind and shapes; the rest are `OTHER`."""
+    if operator in ("aten::mm", "aten::addmm", "aten::mv"):
+        return f"{PRODUCTS} {shapes}"
+    return f"{ATTENTION} {shapes}" if "scaled_dot_product" in operator else OTHER
+
+
+def cut(now: int, spans: list[tuple[int, int, str]]) -> Parts:
+    """Spans (start, end, what it is). A product or attention is one part, from its start to its end, whatever it
+    calls; around them, what happens up to the end of each other operator is one."""
+    inside = 0
+    marks, parts = [], []
+    for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if name != OTHER and start >= inside:
+            inside = end
+            marks += [(start, OTHER), (end, name)]
+        elif end > inside:
+            marks.append((end, OTHER))
+    for end, name in sorted(marks):
+        parts.append((name, 1e-9 * (end - now)))
+        now = end
+    return parts
 
 
 def training_step(model: torch.nn.Module, input_ids: torch.Tensor, compiled: bool = False) -> Callable[[], None]:
@@ -209,18 +215,28 @@ def interleave(
             for name in random.Random(repeat).sample(list(steps), len(steps)):
                 parts = time_parts(steps[name])
                 best[name] = smallest(best.get(name, parts), parts)
-    return best
+    return {name: best[name] for name in steps}
 
 
 def smallest(one: Parts, other: Parts) -> Parts:
     """Two repeats of a step, which always runs the same operators."""
-    if [title for title, _ in one] != [title for title, _ in other]:
+    if [name for name, _ in one] != [name for name, _ in other]:
         raise RuntimeError("a step ran other operators than before: its parts cannot be compared.")
-    return [(title, min(seconds, again)) for (title, seconds), (_, again) in zip(one, other)]
+    return [(name, min(seconds, again)) for (name, seconds), (_, again) in zip(one, other)]
 
 
 def total(parts: Parts) -> float:
     return sum(seconds for _, seconds in parts)
+
+
+def settle(times: dict[str, Parts]) -> dict[str, Parts]:
+    """Products and attention of the same shapes are the same work in every model: each counts with the smallest time
+    that it took in any of them. What is left of the noise is that of everything else."""
+    shared: dict[str, float] = {}
+    for name, seconds in itertools.chain.from_iterable(times.values()):
+        if name != OTHER:
+            shared[name] = min(seconds, shared.get(name, seconds))
+    return {row: [(name, shared.get(name, seconds)) for name, seconds in parts] for row, parts in times.items()}
 
 
 def compare(
@@ -228,25 +244,35 @@ def compare(
     rows: list[str],
     modes: dict[str, list[str]],
     repeats: int,
-    time_parts: Callable[[Callable[[], None]], Parts] = cut_at_operators,
+    eager_cut: Callable[[Callable[[], None]], Parts] = cut_at_operators,
 ) -> dict[str, dict[str, float]]:
-    """mode -> row -> time as a ratio to that of `standard`, and after it a column for each kind of operator, as a part
-    of the same. `modes` says which rows are timed in a mode; others are left out of it."""
+    """mode -> row -> time as a ratio to that of `standard`; the same as timed, before `settle`; and, settled,
+    products, attention and the rest as parts of the step of `standard`. `modes` says which rows a mode has."""
     columns: dict[str, dict[str, float]] = {}
     for mode, rows_of_mode in modes.items():
         chosen = ["standard", *(row for row in rows if row in rows_of_mode and row != "standard")]
         print(f"{mode}: {', '.join(chosen)}", file=sys.stderr, flush=True)
         steps = {row: make_step(row, mode == "compiled") for row in chosen}
-        times = interleave(steps | {CONTROL: steps["standard"]}, repeats, time_parts)
-        both = sorted((times.pop("standard"), times.pop(CONTROL)), key=total)
-        for row, parts in (dict(zip(("standard", CONTROL), both)) | times).items():
-            columns.setdefault(mode, {})[row] = total(parts) / total(both[0])
-            titles = {title for title, _ in parts}
-            for title in sorted(titles if len(titles) > 1 else ()):
-                own = [part for part in parts if part[0] == title]
-                columns.setdefault(f"{mode}, {title}", {})[row] = total(own) / total(both[0])
+        time_parts = eager_cut if mode == "eager" else cut_at_operators
+        as_timed = interleave(steps | {CONTROL: steps["standard"]}, repeats, time_parts)
+        settled = settle(as_timed)
+        for title, times in ((mode, settled), (f"{mode}, as timed", as_timed)):
+            columns[title] = relative({row: total(parts) for row, parts in times.items()})
+        for kind in (PRODUCTS, ATTENTION, OTHER):
+            own = {row: total([part for part in parts if part[0].startswith(kind)]) for row, parts in settled.items()}
+            if any(own.values()):
+                columns[f"{mode}, {kind}"] = {row: own[row] / total(settled["standard"]) for row in columns[mode]}
         torch.compiler.reset()
     return columns
+
+
+def relative(seconds: dict[str, float]) -> dict[str, float]:
+    """Ratios to `standard`; of its two timings the smaller one counts, the larger one is the control."""
+    both = sorted((seconds["standard"], seconds[CONTROL]))
+    ordered = {"standard": both[0], CONTROL: both[1]} | {
+        row: seconds[row] for row in seconds if row not in ("standard", CONTROL)
+    }
+    return {row: value / both[0] for row, value in ordered.items()}
 
 
 def at_least_one(text: str) -> int:
@@ -279,7 +305,7 @@ def time_rows(
     name: str,
     make_step: Callable[..., Callable[[], None]],
     args: argparse.Namespace,
-    time_parts: Callable[[Callable[[], None]], Parts] = cut_at_operators,
+    eager_cut: Callable[[Callable[[], None]], Parts] = cut_at_operators,
 ) -> None:
     """What the timing benchmarks have in common, once their arguments are known."""
     rows = list(dict.fromkeys([*args.rows, *(args.compiled_rows or [])]))
@@ -287,7 +313,7 @@ def time_rows(
     timed = {"eager": args.rows, "compiled": args.compiled_rows or args.rows}
     modes = {mode: timed[mode] for mode in args.modes}
     columns = compare(
-        lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats, time_parts
+        lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats, eager_cut
     )
     settings = {"layers": args.layers, "tokens": args.tokens, "repeats": args.repeats}
     report(name, settings, columns, "of standard", args.output, baseline=None)

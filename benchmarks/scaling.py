@@ -5,7 +5,17 @@ import json
 from pathlib import Path
 
 import torch
-from harness import build, check_against_naive_read, interleave, parser, report, share_parameters, total, training_step
+from harness import (
+    build,
+    check_against_naive_read,
+    interleave,
+    parser,
+    report,
+    settle,
+    share_parameters,
+    total,
+    training_step,
+)
 
 
 WIDTH = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
@@ -53,7 +63,7 @@ def main() -> None:
     rows = ["standard", *(row for row in args.rows if row != "standard")]
     columns = {}
     for layers in args.layers:
-        parts = interleave({row: step_of(row, layers, args.tokens) for row in rows}, args.repeats)
+        parts = settle(interleave({row: step_of(row, layers, args.tokens) for row in rows}, args.repeats))
         columns[f"L={layers}"] = {row: total(parts[row]) for row in rows}
     report("scaling", WIDTH | {"tokens": args.tokens}, columns, "s", args.output)
     depth = args.output / "depth_read.json"

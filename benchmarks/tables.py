@@ -26,8 +26,32 @@ def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
 
 
 def times() -> list[str]:
-    """Whole eager steps, as ratios to `standard`."""
-    return table({"training step": columns_of("train_step")["eager"], "decoding": columns_of("decode")["eager"]})
+    """Whole steps, as ratios to `standard`."""
+    names = {"train_step": "training", "prefill": "prefill", "decode": "decoding"}
+    return table(
+        {
+            f"{title}, {mode}": column
+            for name, title in names.items()
+            for mode, column in columns_of(name).items()
+            if mode in ("eager", "compiled")
+        }
+    )
+
+
+def parts() -> list[str]:
+    """What a training step spends on each kind of operator, as a part of the step of `standard`."""
+    return table({title: column for title, column in columns_of("train_step").items() if ", " in title})
+
+
+def pretrained_classes() -> list[str]:
+    """A training step of `standard` beside the class of Transformers that computes the same."""
+    columns = columns_of("upgrade_speed")
+    return table(
+        {
+            name: {row: time / column["Transformers"] for row, time in column.items()}
+            for name, column in columns.items()
+        }
+    )
 
 
 def growth() -> list[str]:
@@ -53,7 +77,7 @@ def kernels() -> list[str]:
     return lines
 
 
-TABLES = (times, growth, memory, kernels)
+TABLES = (times, parts, pretrained_classes, growth, memory, kernels)
 
 
 if __name__ == "__main__":

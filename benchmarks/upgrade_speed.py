@@ -5,7 +5,7 @@ starts.
 """
 
 import torch
-from harness import PAPER_WIDTH, interleave, parser, pool, report, share_parameters, total, training_step
+from harness import PAPER_WIDTH, interleave, parser, pool, report, settle, share_parameters, total, training_step
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lr_attnres.upgrade import load_upgraded
@@ -43,7 +43,9 @@ def main() -> None:
     columns = {}
     for name in args.sources:
         steps = steps_of(name, args.rows, args.layers, args.tokens, args.compiled)
-        columns[name] = {row: total(parts) for row, parts in interleave(steps, args.repeats).items()}
+        times = interleave(steps, args.repeats)
+        columns[name] = {row: total(parts) for row, parts in settle(times).items()}
+        columns[f"{name}, as timed"] = {row: total(parts) for row, parts in times.items()}
         torch.compiler.reset()
     settings = {"layers": args.layers, "tokens": args.tokens, "compiled": args.compiled}
     report("upgrade_speed", settings, columns, "s", args.output, baseline="Transformers")

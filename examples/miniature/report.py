@@ -182,7 +182,7 @@ def continued_table(results: Results) -> str:
 def noise_text(results: Results) -> str:
     noise = results.noise()
     if noise is None:
-        return "No routed row has a second seed yet, so nothing here can be told from chance."
+        return "Only the baseline has a second seed here yet: none of these differences can be told from chance."
     deviation, freedom = noise
     return (
         f"Between seeds, the difference of a row to the baseline of the same seed varies with a standard deviation of "
