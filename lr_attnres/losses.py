@@ -97,10 +97,9 @@ def chunked_cross_entropy(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     size = chunk_size or max(128, -(-len(hidden) // 16))
-    # Gradients are made in the forward, from the logits that are there: the backward then needs no second product.
-    # A compiler would not see the buffers that the backward takes over, so under it the logits are made again.
-    eager_gradients = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    total = _ChunkedSum.apply(hidden, weight, targets, z_loss, size, ignore_index, dtype, eager_gradients)
+    # Gradients are made in the forward, from the logits that are there: the backward needs no second product.
+    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    total = _ChunkedSum.apply(hidden, weight, targets, z_loss, size, ignore_index, dtype, wanted)
     items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return total / (items.to(total.device) if torch.is_tensor(items) else items)
 
@@ -118,24 +117,29 @@ class _ChunkedSum(torch.autograd.Function):
         size: int,
         ignore_index: int,
         dtype: torch.dtype,
-        eager_gradients: bool,
+        wanted: tuple[bool, bool],
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight, targets)
         ctx.settings = (z_loss, size, ignore_index, dtype)
-        wanted = ctx.needs_input_grad[:2] if eager_gradients else (False, False)
         total, *gradients = _sum_over_chunks(hidden, weight, targets, *ctx.settings, *wanted)
-        if eager_gradients:
+        if torch.compiler.is_compiling():  # a compiler keeps tensors that it is told of, and uses their memory again
+            ctx.save_for_backward(hidden, weight, targets, *gradients)
+        else:
+            ctx.save_for_backward(hidden, weight, targets)
             ctx.gradients = gradients
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The buffers are given away, scaled in place: a second backward over the same graph makes new ones.
-        gradients = ctx.__dict__.pop("gradients", None)
-        if gradients is None:
-            _, *gradients = _sum_over_chunks(*ctx.saved_tensors, *ctx.settings, *ctx.needs_input_grad[:2])
-        scaled = [None if buffer is None else buffer.mul_(grad) for buffer in gradients]
-        like = [None if buffer is None else buffer.to(x.dtype) for buffer, x in zip(scaled, ctx.saved_tensors)]
+        hidden, weight, targets, *gradients = ctx.saved_tensors
+        if gradients:
+            scaled = [None if buffer is None else buffer * grad for buffer in gradients]
+        else:
+            # The buffers are given away, scaled in place: a second backward over the same graph makes new ones.
+            buffers = ctx.__dict__.pop("gradients", None)
+            if buffers is None:
+                _, *buffers = _sum_over_chunks(hidden, weight, targets, *ctx.settings, *ctx.needs_input_grad[:2])
+            scaled = [None if buffer is None else buffer.mul_(grad) for buffer in buffers]
+        like = [None if buffer is None else buffer.to(x.dtype) for buffer, x in zip(scaled, (hidden, weight))]
         return *like, None, None, None, None, None, None
 
 
