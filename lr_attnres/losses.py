@@ -119,8 +119,8 @@ class _ChunkedSum(torch.autograd.Function):
         dtype: torch.dtype,
         wanted: tuple[bool, bool],
     ) -> torch.Tensor:
-        ctx.settings = (z_loss, size, ignore_index, dtype)
-        total, *gradients = _sum_over_chunks(hidden, weight, targets, *ctx.settings, *wanted)
+        ctx.settings = (z_loss, size, ignore_index, dtype, *wanted)
+        total, *gradients = _sum_over_chunks(hidden, weight, targets, *ctx.settings)
         if torch.compiler.is_compiling():  # a compiler keeps tensors that it is told of, and uses their memory again
             ctx.save_for_backward(hidden, weight, targets, *gradients)
         else:
@@ -137,7 +137,7 @@ class _ChunkedSum(torch.autograd.Function):
             # The buffers are given away, scaled in place: a second backward over the same graph makes new ones.
             buffers = ctx.__dict__.pop("gradients", None)
             if buffers is None:
-                _, *buffers = _sum_over_chunks(hidden, weight, targets, *ctx.settings, *ctx.needs_input_grad[:2])
+                _, *buffers = _sum_over_chunks(hidden, weight, targets, *ctx.settings)
             scaled = [None if buffer is None else buffer.mul_(grad) for buffer in buffers]
         like = [None if buffer is None else buffer.to(x.dtype) for buffer, x in zip(scaled, (hidden, weight))]
         return *like, None, None, None, None, None, None

@@ -7,6 +7,7 @@ import torch
 from common import random_tokens, small_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 from lr_attnres.losses import chunked_cross_entropy, use_chunked_loss
 
@@ -135,6 +136,17 @@ def test_compiled():
     model, input_ids = small_model("standard", num_hidden_layers=1), random_tokens(2, 9)
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     compare(model, compiled, input_ids=input_ids, labels=input_ids, use_cache=False)
+
+
+def test_compiled_makes_the_logits_once():
+    """Of each chunk: the logits, and the gradients of the hidden states and of the weight."""
+    graphs = AotEagerAndRecordGraphs()
+    hidden, weight, targets = inputs(torch.float32, tokens=(1, 8))
+    torch.compile(chunked_cross_entropy, backend=graphs, fullgraph=True)(hidden, weight, targets, 0.1, 4).backward()
+    nodes = [node for graph in (*graphs.fw_graphs, *graphs.bw_graphs) for node in graph.graph.nodes]
+    products = [node for node in nodes if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)]
+    assert len(products) == 2 * 3
+    torch.testing.assert_close(weight.grad, gradients(plain(hidden, weight, targets, 0.1), weight)[0], **CLOSE)
 
 
 def test_lora_beside_the_head():
