@@ -48,9 +48,11 @@ def emit(config: LRAttnResConfig, value: torch.Tensor, key: torch.Tensor | None 
     its routing key, or a value and a key [B, T, R]."""
     if key is None:
         return [value]
-    # Keys that are summed into blocks are normalised one by one first; a full source set sums nothing.
-    has_blocks = config.num_depth_blocks is not None and config.num_depth_blocks < 2 * config.num_hidden_layers
-    return [value, depth_rms_norm(key, config.rms_norm_eps) if config.depth_key_norm and has_blocks else key]
+    if config.num_depth_blocks is None or config.num_depth_blocks >= 2 * config.num_hidden_layers:
+        return [value, key]  # nothing is summed: both stay what the projection emitted
+    # Keys that are summed into blocks are normalised one by one first. A view would keep the unsummed value alive.
+    key = key.contiguous()
+    return [value, depth_rms_norm(key, config.rms_norm_eps) if config.depth_key_norm else key]
 
 
 class LRAttnResDepthQueries(nn.Module):
@@ -179,8 +181,7 @@ class LRAttnResDepthRead(nn.Module):
         """The output of a sub-layer -> value [B, T, D] and, in `projected`, key [B, T, R]."""
         if self.residual_type != "projected":
             return (output,)
-        value, key = output.split([self.config.hidden_size, self.key_rank], dim=-1)
-        return value, key.contiguous()  # not a view, which would keep the value alive
+        return output.split([self.config.hidden_size, self.key_rank], dim=-1)
 
     def add_to_partial(
         self, emitted: list[torch.Tensor], state: list[torch.Tensor]

@@ -287,7 +287,8 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
 
     def set_depth_backend(self, backend: str | None) -> None:
         """Compute the reads with `"torch"`, on any device, or with the `"triton"` kernels, on GPUs; None, as at first,
-        takes the kernels wherever they run. Eager steps of generation always read from a `DepthBank`."""
+        takes the kernels wherever they run. Eager steps of generation read from a `DepthBank`, with torch, unless the
+        kernels were asked for."""
         if backend is not None and backend not in DEPTH_BACKENDS:
             raise ValueError(
                 f"The depth backend {backend!r} does not exist; choose one of {list(DEPTH_BACKENDS)}, or None."
@@ -346,7 +347,9 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         """An eager step of generation does; a compiler fuses the general reads better than these."""
         one_token = embeddings.shape[1] == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         plain_sums = self.config.depth_block_exponent == 0 and self.config.depth_count_prior == 0
-        return one_token and plain_sums and not torch.is_autocast_enabled(embeddings.device.type)
+        asked_for_kernels = self.layers[0].attn_read.backend == "triton"
+        is_autocast = torch.is_autocast_enabled(embeddings.device.type)
+        return one_token and plain_sums and not asked_for_kernels and not is_autocast
 
     @merge_with_config_defaults
     @capture_outputs
