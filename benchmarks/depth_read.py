@@ -4,6 +4,8 @@ Sub-layer outputs are given, every site's hidden states get a gradient. This sho
 the number of layers, which whole training steps (scaling.py) bury under the matrix products.
 """
 
+import itertools
+
 import torch
 from harness import PAPER_WIDTH, ROWS, build, check_against_naive_read, interleave, parser, report, total
 
@@ -31,9 +33,8 @@ def depth_part(row: str, layers: int, tokens: int):
     return step
 
 
-def source_reads(layers: int, num_blocks: int | None) -> int:
+def source_reads(sites: list[DepthSite]) -> int:
     """Values that the two phases read: once per group if older than it, else once per site."""
-    sites = DepthSite.schedule(2 * layers, num_blocks)
     older = sum(site.num_older for site in sites if site.opens_group)
     return older + sum(site.num_completed + 1 - site.num_older + (site.num_older == 1) for site in sites)
 
@@ -50,13 +51,13 @@ def main() -> None:
     for layers in args.layers:
         parts = interleave({row: depth_part(row, layers, args.tokens) for row in rows}, args.repeats)
         columns[f"L={layers}"] = {row: 1e3 * total(parts[row]) for row in rows}
-    report("depth_read", {"tokens": args.tokens, "pass": "forward and backward"}, columns, "ms", args.output)
-    print("\nsource reads of the two phases (naive)")
-    for title, num_blocks in (("N=8", 8), ("full", None)):
-        counts = (source_reads(layers, num_blocks) for layers in args.layers)
-        naive = (sum(1 + site.num_completed for site in DepthSite.schedule(2 * L, num_blocks)) for L in args.layers)
-        cells = (f"L={layers}: {ours} ({all_})" for layers, ours, all_ in zip(args.layers, counts, naive))
-        print(f"{title:8s}" + "   ".join(cells))
+    reads = {f"{sources}, {how}": [] for sources in ("N=8", "full") for how in ("two phases", "naive")}
+    for layers, (sources, num_blocks) in itertools.product(args.layers, (("N=8", 8), ("full", None))):
+        sites = DepthSite.schedule(2 * layers, num_blocks)
+        reads[f"{sources}, two phases"].append(source_reads(sites))
+        reads[f"{sources}, naive"].append(sum(site.num_completed + 1 for site in sites))
+    settings = {"tokens": args.tokens, "pass": "forward and backward", "layers": args.layers, "source_reads": reads}
+    report("depth_read", settings, columns, "ms", args.output)
 
 
 if __name__ == "__main__":

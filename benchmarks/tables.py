@@ -55,8 +55,21 @@ def pretrained_classes() -> list[str]:
 
 
 def growth() -> list[str]:
+    """Whole training steps against the number of layers, in seconds."""
+    return table(columns_of("scaling"), digits=2)
+
+
+def depth_growth() -> list[str]:
     """The depth part alone against the number of layers, in milliseconds."""
     return table(columns_of("depth_read"), digits=1)
+
+
+def source_reads() -> list[str]:
+    """Sources that the sites of a model read in all."""
+    settings = load("depth_read")["settings"]
+    layers = [f"L={layers}" for layers in settings["layers"]]
+    by_layers = zip(layers, zip(*settings["source_reads"].values()))
+    return table({title: dict(zip(settings["source_reads"], counts)) for title, counts in by_layers}, 0, "sources")
 
 
 def memory() -> list[str]:
@@ -77,7 +90,7 @@ def kernels() -> list[str]:
     return lines
 
 
-TABLES = (times, parts, pretrained_classes, growth, memory, kernels)
+TABLES = (times, parts, pretrained_classes, growth, depth_growth, source_reads, memory, kernels)
 
 
 if __name__ == "__main__":

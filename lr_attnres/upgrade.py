@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .configuration_lr_attnres import LRAttnResConfig, ResidualType
@@ -53,6 +52,7 @@ NEUTRAL = {
     "attention_multiplier": (None,),
     "clip_qkv": (None,),
 }
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QUERIES, EMBEDDING_KEY = "model.depth_queries.weight", "model.depth_embedding_key.weight"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -94,8 +94,8 @@ def upgraded_config(
 
 def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
-    if parameters.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
-        raise UpgradeError(f"`rope_parameters` has rope_type={parameters.get('rope_type')!r}, which is not known.")
+    if (rope_type := parameters.get("rope_type")) not in ROPE_TYPES:
+        raise UpgradeError(f"`rope_parameters` has rope_type={rope_type!r}; {', '.join(ROPE_TYPES)} can be upgraded.")
     if parameters.get("partial_rotary_factor") not in (None, 1):
         raise UpgradeError(
             f"`partial_rotary_factor` is {parameters['partial_rotary_factor']}; only a model that rotates whole heads "

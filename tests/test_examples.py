@@ -52,6 +52,8 @@ def test_upgrade_and_finetune():
     assert float(change.split()[-1]) < 1e-4
     numbers = [[float(number) for number in re.findall(r"\d+\.\d+", line)] for line in runs]
     assert len(numbers) == 6 and {row[2] for row in numbers} == {3.5}  # all sources of all sites, alike
+    trained = [int(re.search(r"([\d,]+) trained", line)[1].replace(",", "")) for line in runs]
+    assert trained[:2] == [2 * 4 * 16] * 2 and trained[0] < trained[2] < trained[4]  # queries; and adapters; all
     assert all(loss > new_loss and sources - new_sources > 0.002 for loss, new_loss, sources, new_sources in numbers)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from common import ROUTED, SIZES, VARIANTS, perturb, random_tokens, small_config, small_model
 from oracle import oracle_forward
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -453,6 +454,17 @@ def test_compiles_without_graph_breaks(variant, fresh_compiler):
     compiled(input_ids, labels=input_ids).loss.backward()
     for name, ours in gradients(model).items():
         torch.testing.assert_close(ours, gradient[name], **FLOAT32)
+
+
+@pytest.mark.parametrize("variant", ["standard", "projected_full", "sliced_block"])
+def test_one_graph_serves_all_layers_and_lengths(variant, fresh_compiler):
+    """The second length is compiled once more, for any length."""
+    model, counter = small_model(variant), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in (9, 11, 13, 24):
+        input_ids = random_tokens(2, length)
+        compiled(input_ids, labels=input_ids, use_cache=False).loss.backward()
+    assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

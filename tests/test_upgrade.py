@@ -1,7 +1,9 @@
 """Upgraded models answer as Transformers' own Llama, Mistral and Qwen3 do; what would change the maths is refused."""
 
 import copy
+import gc
 import json
+import weakref
 from functools import cache
 from unittest.mock import Mock
 
@@ -30,7 +32,7 @@ from transformers import (
 from lr_attnres import cli, model_folder
 from lr_attnres.clean_process import probe_tokens
 from lr_attnres.model_folder import FolderError
-from lr_attnres.pretrained_source import open_source
+from lr_attnres.pretrained_source import SavedModel, open_source
 from lr_attnres.upgrade import UpgradeError, load_upgraded, upgrade_model
 
 
@@ -64,6 +66,19 @@ SOURCES = {
     "llama, linear": ("llama", {"head_dim": 10, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "llama, gelu": ("llama", {"hidden_act": "gelu", "pretraining_tp": 2, "num_key_value_heads": 1}),
     "mistral": ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}),
+    "mistral, tied, of another shape": (
+        "mistral",
+        {
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "hidden_size": 48,
+            "intermediate_size": 100,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+    ),
     "mistral, dynamic": (  # the text outgrows the context, so that the frequencies change on the way
         "mistral",
         {
@@ -80,6 +95,20 @@ SOURCES = {
             "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         },
     ),
+}
+# Of a context of 32, which the texts of the tests outgrow.
+ROPES = {
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [1.0, 3.0, 5.0, 9.0],
+    },
 }
 DEPTHS = {
     "sliced block": {"residual_type": "sliced", "num_depth_blocks": 3, "depth_key_rank": 8},
@@ -133,6 +162,25 @@ def test_same_logits_and_the_same_text(name, depth):
     assert torch.equal(generate(model, prompt), text)
 
 
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("kind", CLASSES)
+@torch.no_grad()
+def test_same_logits_with_any_rope(kind, rope):
+    length = 32 if rope == "dynamic" else 128  # its `max_position_embeddings` is the context without scaling
+    fields = {"head_dim": 8, "rope_parameters": dict(ROPES[rope]), "max_position_embeddings": length}
+    fields |= {"sliding_window": None} if kind == "mistral" else {}
+    original, input_ids = pretrained(kind, **fields), random_tokens(2, 48)
+    unscaled = copy.deepcopy(original.config)
+    expected = original(input_ids).logits
+    for depth in ("sliced block", "projected full"):
+        model = load_upgraded(original, **DEPTHS[depth])
+        torch.testing.assert_close(model(input_ids).logits, expected, atol=1e-4, rtol=0)
+    unscaled.rope_parameters = {"rope_type": "default", "rope_theta": unscaled.rope_parameters["rope_theta"]}
+    plain = type(original)(unscaled).eval()
+    plain.load_state_dict(original.state_dict())
+    assert (plain(input_ids).logits - expected).abs().max() > 1e-2  # the scaling matters here
+
+
 @pytest.mark.parametrize("name", SOURCES)
 @torch.no_grad()
 def test_standard_is_the_source(name):
@@ -148,8 +196,9 @@ def test_whole_values_as_keys():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_gradients_reach_every_query_at_the_first_step(depth):
-    model, input_ids = load_upgraded(source("llama, like 3.2"), **DEPTHS[depth]), random_tokens(2, 9)
+@pytest.mark.parametrize("name", ["llama, like 3.2", "mistral", "qwen3"])
+def test_gradients_reach_every_query_at_the_first_step(name, depth):
+    model, input_ids = load_upgraded(source(name), **DEPTHS[depth]), random_tokens(2, 9)
     model(input_ids, labels=input_ids).loss.backward()
     gradients = model.model.depth_queries.weight.grad
     assert gradients.shape == (10, 8) and (gradients.abs().amax(-1) > 0).all()
@@ -216,6 +265,29 @@ def test_folder_is_complete(tmp_path):
     assert "| upgraded from | base |" in card.text and str(tmp_path) not in card.text
     assert card.data.license == "mit" and card.data.base_model is None  # a folder is no Hub name
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["new"]
+
+
+def test_one_shard_at_a_time_is_in_memory(tmp_path, monkeypatch):
+    """Of what was read and made, all that lives while a file is written belongs to that file."""
+    save_source(tmp_path / "base", max_shard_size="20KB")
+    alive, files = weakref.WeakSet(), []
+    read, save = SavedModel.read, model_folder.save_file
+
+    def remember(self, name):
+        tensor = read(self, name)
+        alive.add(tensor)
+        return tensor
+
+    def look(tensors, path, metadata):
+        gc.collect()
+        files.append(path.name)
+        assert sum(tensor.nbytes for tensor in alive) <= sum(tensor.nbytes for tensor in tensors.values())
+        save(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(SavedModel, "read", remember)
+    monkeypatch.setattr(model_folder, "save_file", look)
+    upgrade_model(tmp_path / "base", tmp_path / "new", **DEPTHS["projected block"], max_shard_size="20KB")
+    assert len(files) > 4
 
 
 def test_key_projections_depend_on_the_seed_alone(tmp_path):
