@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -217,6 +218,7 @@ def test_the_page_is_what_the_results_say():
     results = report.Results(sweeps.load_sweep(), sweeps.RESULTS)
     text = report.PAGE.read_text()
     assert text.split(report.BEGIN)[1].split(report.END)[0].strip() == report.render(results)
+    assert report.summary(results) in (ROOT / "README.md").read_text()
     for name in report.figures(results):
         assert (report.PAGE.parent / report.FIGURES / f"{name}.png").exists()
 
@@ -234,18 +236,20 @@ def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch)
     assert capsys.readouterr().out == f"{page}: 3 results\n"
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
-    assert "3 of 4 runs of the sweep are here. Missing, and said nothing about: `continued-standard-seed0`." in text
+    assert "3 of 4 runs of the sweep are here. Not run yet: `continued-standard` (seed 0)." in text
     assert "| `continued-standard` | not run | - | - | - |" in text
     loss = json.loads((folder / "sliced-n8-r6-seed0.json").read_text())["validation_loss"]
     assert "| `sliced-n8-r6` | 1 | " in text and f" {loss:.4f} | " in text and "| 2.9480 | -0.0529 |" in text
-    assert "one seed |" in text and "none of these differences can be told from chance" in text
+    assert "one seed |" in text and "nothing here can be told from chance" in text
+    assert re.search(r"Of 1 findings of the paper: 1 (same|other) sign, one seed\.", text)
     drawn = {path.stem for path in (tmp_path / "miniature").iterdir()}
     assert drawn == {"loss_against_flops", "gradient_norms", "effective_sources", "depth_weights"}
     report.main()
     assert page.read_text() == text
 
     empty = report.render(report.Results(sweeps.load_sweep(), tmp_path / "nowhere"))
-    assert "0 of 37 runs" in empty and "![" not in empty and "reproduced" not in empty
+    assert "0 of 37 runs" in empty and "![" not in empty and "reproduced" not in empty and "chance" not in empty
+    assert "Of 18 findings of the paper: 18 not run." in empty
 
 
 def test_intervals_and_verdicts(micro_results, tmp_path):
@@ -262,11 +266,46 @@ def test_intervals_and_verdicts(micro_results, tmp_path):
     assert texts["sliced-n8-r6"] == "-0.2000 ± 0.2484"
     assert results.noise() == (pytest.approx(0.5**0.5 * 0.1, rel=1e-3), 4)
     assert texts["projected-n8-r3"] == "-1.0000 ± 0.1963"
-    verdicts = {row: report.verdict(results, row, "standard", "validation_loss") for row in losses}
+    verdicts = {row: report.Claim("", row, "standard").verdict(results) for row in losses if row != "standard"}
     assert verdicts["attnres-n8"] == verdicts["projected-n8-r3"] == "reproduced"
     assert verdicts["sliced-n8-r6"] == verdicts["sliced-full-r6"] == "not resolved"
-    assert report.verdict(results, "standard", "attnres-n8", "validation_loss") == "not reproduced"
-    assert report.verdict(results, "attnres-full", "standard", "validation_loss") == "not run"
+    assert report.Claim("", "projected-n8-r3", "sliced-full-r6").verdict(results) == "reproduced"
+    assert report.Claim("", "sliced-full-r6", "projected-n8-r3").verdict(results) == "reproduced"  # the paper's sign
+    assert report.Claim("", "sliced-n4-r6", "sliced-n8-r6").verdict(results) == "not run"
+
+
+@pytest.fixture
+def full_results(micro_results, tmp_path) -> report.Results:
+    """Every run of the real sweep: `attnres` is worse than the baseline, all other rows better by 0.1."""
+    result = json.loads((micro_results / "sliced-n8-r6-seed0.json").read_text())
+    for run_ in (sweep := sweeps.load_sweep()).runs():
+        shift = {"standard": 0.0, "attnres": 0.1, "continued": -0.2}.get(run_.row.split("-")[0], -0.1)
+        shift -= 0.01 * (run_.is_continued and run_.variant != "standard") + 0.0001 * len(run_.row) * run_.seed
+        content = result | {
+            "row": run_.row,
+            "seed": run_.seed,
+            "validation_loss": 3 + shift,
+            "gradient_norm": 1 + shift,
+        }
+        (tmp_path / f"{run_.name}.json").write_text(json.dumps(content))
+    machine = {"device": "a CPU", "threads": 2}
+    timing_ = {"machine": machine, "repeats": 7, "ratios": {"standard": 1.0, "sliced-n8-r6": 1.05}}
+    (tmp_path / "timing.json").write_text(json.dumps(timing_))
+    return report.Results(sweep, tmp_path)
+
+
+def test_a_page_of_all_rows(full_results):
+    text = report.render(full_results)
+    assert "All 37 runs of the sweep are here." in text and "not run" not in text.lower()
+    assert "attnres in blocks beats the baseline | `attnres-n8`, `standard` | -0.0231 | +0.0" in text
+    assert "smallest of 7 (device a CPU, threads 2)" in text and " | 1.050 | " in text
+    verdicts = {claim.words: claim.verdict(full_results) for claim in report.claims(full_results.sweep)}
+    assert verdicts["attnres in blocks beats the baseline"] == verdicts["attnres, full, beats the baseline"]
+    assert verdicts["attnres, full, beats the baseline"] == "not reproduced"
+    assert verdicts["sliced in blocks beats the baseline"] == "reproduced"
+    assert verdicts["attnres, full, raises the gradient norm"] == "reproduced"
+    assert report.summary(full_results) in text and "degrees of freedom" in text
+    assert "`continued-projected-n8-r3` differs from the continued baseline by 5 % of that." in text
 
 
 def test_the_best_models_are_exported(micro, micro_results, tmp_path):
@@ -281,6 +320,21 @@ def test_the_best_models_are_exported(micro, micro_results, tmp_path):
     assert f"{best['sliced']['validation_loss']:.4f}"[:5] in (folder / "README.md").read_text()
     with pytest.raises(ValueError, match="exists already"):
         export.export(sweep, best["sliced"], micro / "work", tmp_path)
+
+
+def test_a_model_whose_weights_are_gone_is_trained_again(micro, micro_results, tmp_path, monkeypatch, capsys):
+    """As in a clone, which has the results alone."""
+    monkeypatch.setattr(run, "call", lambda command: processes.run(processes.command, command[3:])[0])
+    options = ["--work", tmp_path / "work", "--output", tmp_path / "export", "--results", tmp_path / "results"]
+    options += ["--sweep", micro / "sweep.yaml", "--text", micro / "text.jsonl"]
+    (tmp_path / "results").mkdir()
+    shutil.copy(micro_results / "sliced-n8-r6-seed0.json", tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, options)])
+    export.main()
+    assert "is not here: training sliced-n8-r6-seed0\n" in capsys.readouterr().out
+    again = LRAttnResForCausalLM.from_pretrained(tmp_path / "export/lr-attnres-miniature-sliced-n8-r6").state_dict()
+    first = LRAttnResForCausalLM.from_pretrained(micro / "work/runs/sliced-n8-r6-seed0/model").state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def test_timing(micro):

@@ -1,10 +1,14 @@
-"""The best model of each residual type as a folder ready for `lr-attnres push`: code, tokenizer and card."""
+"""The best model of each residual type as a folder ready for `lr-attnres push`: code, tokenizer and card.
+
+Weights are not committed: a model that is not in the work folder is trained again first, by the recipe of its result.
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
 from report import Results
+from run import prepare_text, train_row
 from sweep import RESULTS, SWEEP, Sweep, load_sweep, run_folder
 from transformers import AutoTokenizer
 
@@ -12,7 +16,7 @@ from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.clean_process import CleanProcessError
 from lr_attnres.hub_upload import check_folder
 from lr_attnres.model_card import model_card, read_provenance, write_provenance
-from lr_attnres.model_folder import staged_folder
+from lr_attnres.model_folder import check_absent, staged_folder
 
 
 def best_runs(results: Results) -> dict[str, dict]:
@@ -26,27 +30,29 @@ def best_runs(results: Results) -> dict[str, dict]:
     return best
 
 
-def export(sweep: Sweep, result: dict, work: Path, output: Path) -> Path:
+def export(sweep: Sweep, result: dict, work: Path, output: Path, text: list[str] | None = None) -> Path:
     """Save the model anew, so that it carries the installed code, and load it as a stranger would."""
-    source = run_folder(work, sweep.run(result["row"], result["seed"])) / "model"
+    run, target = sweep.run(result["row"], result["seed"]), output / f"lr-attnres-miniature-{result['row']}"
+    check_absent(target)
+    source = run_folder(work, run) / "model"
     if not source.is_dir():
-        raise ValueError(f"{source} does not exist: run `run.py --rows {result['row']} --seeds {result['seed']}`.")
-    target = output / f"lr-attnres-miniature-{result['row']}"
-    if target.exists():
-        raise ValueError(f"{target} exists already: delete it, or choose another --output.")
+        print(f"{source} is not here: training {run.name}", flush=True)
+        source = train_row(sweep, run, prepare_text(sweep, work, text), work)
     with staged_folder(target) as folder:
         model = LRAttnResForCausalLM.from_pretrained(source)
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        evaluation = [{"dataset": "miniature", "metric": "validation loss", "value": result["validation_loss"]}]
-        write_provenance(folder, **(read_provenance(source) | {"evaluation": evaluation, "language": ["en"]}))
+        provenance = read_provenance(source)
+        evaluation = [measured | {"dataset": "miniature"} for measured in provenance["evaluation"]]
+        write_provenance(folder, **(provenance | {"evaluation": evaluation, "language": ["en"]}))
         model_card(folder, model.config, target.name).save(folder / "README.md")
         check_folder(folder)
     return target
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", nargs="+", help="text or JSONL files instead of the fetched ones, as in run.py")
     parser.add_argument("--work", type=Path, default=Path("outputs/miniature"), help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("outputs/miniature/export"), help="default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
@@ -58,7 +64,7 @@ def main() -> None:
         if not best:
             raise ValueError(f"{options.results} has no results: run `run.py` first.")
         for result in best.values():
-            print(export(sweep, result, options.work, options.output), flush=True)
+            print(export(sweep, result, options.work, options.output, options.text), flush=True)
     except (OSError, ValueError, CleanProcessError) as error:
         sys.exit(f"Error: {error}")
 

@@ -7,7 +7,9 @@ import argparse
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ BEGIN, END = "<!-- results: python examples/miniature/report.py -->", "<!-- end 
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
 KEY = {"attnres": "attnres-n8", "sliced": "sliced-n8-r6", "projected": "projected-n8-r3"}
 FULL = {"attnres": "attnres-full", "sliced": "sliced-full-r6", "projected": "projected-full-r3"}
+RANKS = [("sliced-full-r2", "sliced-full-r48"), ("projected-full-r2", "projected-full-r6")]
 
 
 class Results:
@@ -124,41 +127,64 @@ def main_table(results: Results) -> str:
     return table(heads, rows)
 
 
-def claims(results: Results) -> list[tuple[str, str, str, str]]:
-    """What the paper says (in words), the row that should be lower, the one it should be lower than, and in what."""
-    loss, norm = "validation_loss", "gradient_norm"
-    said = [(f"{kind} in blocks beats the baseline", row, BASELINE, loss) for kind, row in KEY.items()]
-    said += [(f"{kind}, full, beats the baseline", row, BASELINE, loss) for kind, row in FULL.items()]
+@dataclass(frozen=True)
+class Claim:
+    """Something that the paper finds: `row` lies below `other` in `name`, or above it."""
+
+    words: str
+    row: str
+    other: str
+    name: str = "validation_loss"
+
+    def paper(self, sweep: Sweep) -> float:
+        row, other = (getattr(paper_row(sweep.rows[row]), self.name) for row in (self.row, self.other))
+        return row - other
+
+    def verdict(self, results: Results) -> str:
+        differences = results.differences(self.row, self.other, self.name)
+        if not differences:
+            return "not run"
+        mean, half = results.interval(differences, self.name)
+        same_sign = (mean < 0) == (self.paper(results.sweep) < 0)
+        if half is None:
+            return "same sign, one seed" if same_sign else "other sign, one seed"
+        if abs(mean) <= half:
+            return "not resolved"
+        return "reproduced" if same_sign else "not reproduced"
+
+
+def claims(sweep: Sweep) -> list[Claim]:
+    """Those whose rows the sweep has."""
+    said = [Claim(f"{kind} in blocks beats the baseline", row, BASELINE) for kind, row in KEY.items()]
+    said += [Claim(f"{kind}, full, beats the baseline", row, BASELINE) for kind, row in FULL.items()]
     for sources, rows in {"full": FULL, "in blocks": KEY}.items():
-        said.append((f"sliced beats attnres, {sources}", rows["sliced"], rows["attnres"], loss))
-        said.append((f"projected beats sliced, {sources}", rows["projected"], rows["sliced"], loss))
+        said.append(Claim(f"sliced beats attnres, {sources}", rows["sliced"], rows["attnres"]))
+        said.append(Claim(f"projected beats sliced, {sources}", rows["projected"], rows["sliced"]))
+    said += [Claim(f"{kind}: blocks beat full", KEY[kind], FULL[kind]) for kind in ("sliced", "projected")]
+    said.append(Claim("attnres: full beats 8 blocks", FULL["attnres"], KEY["attnres"]))
+    said += [Claim(f"{low.split('-')[0]}, full: a higher rank beats a lower one", high, low) for low, high in RANKS]
     for kind in ("sliced", "projected"):
-        said.append((f"{kind}: blocks beat full", KEY[kind], FULL[kind], loss))
-    for kind in ("sliced", "projected"):
-        said.append((f"{kind} keys, full, lower the gradient norm", FULL[kind], BASELINE, norm))
-    return [claim for claim in said if claim[1] in results.sweep.rows and claim[2] in results.sweep.rows]
-
-
-def verdict(results: Results, row: str, other: str, name: str) -> str:
-    differences = results.differences(row, other, name)
-    if not differences:
-        return "not run"
-    mean, half = results.interval(differences, name)
-    if half is None:
-        return "same sign, one seed" if mean < 0 else "other sign, one seed"
-    if abs(mean) <= half:
-        return "not resolved"
-    return "reproduced" if mean < 0 else "not reproduced"
+        said.append(Claim(f"{kind} keys, full, lower the gradient norm", FULL[kind], BASELINE, "gradient_norm"))
+    said.append(Claim("attnres, full, raises the gradient norm", FULL["attnres"], BASELINE, "gradient_norm"))
+    return [claim for claim in said if claim.row in sweep.rows and claim.other in sweep.rows]
 
 
 def claims_table(results: Results) -> str:
     rows = []
-    for words, row, other, name in claims(results):
-        paper = [getattr(paper_row(results.sweep.rows[variant]), name) for variant in (row, other)]
-        seeds = len(results.differences(row, other, name))
-        here = difference_text(results, row, other, name)
-        rows.append([words, f"{paper[0] - paper[1]:+.4f}", here, str(seeds), verdict(results, row, other, name)])
-    return table(["what the paper finds", "paper", "here", "seeds", "verdict"], rows)
+    for claim in claims(results.sweep):
+        here = difference_text(results, claim.row, claim.other, claim.name)
+        seeds = str(len(results.differences(claim.row, claim.other, claim.name)))
+        compared = f"`{claim.row}`, `{claim.other}`"
+        paper = f"{claim.paper(results.sweep):+.4f}"
+        rows.append([claim.words, compared, paper, here, seeds, claim.verdict(results)])
+    return table(["what the paper finds", "compared here", "paper", "here", "seeds", "verdict"], rows)
+
+
+def summary(results: Results) -> str:
+    """The verdicts in one sentence; README has it too."""
+    verdicts = Counter(claim.verdict(results) for claim in claims(results.sweep))
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    return f"Of {sum(verdicts.values())} findings of the paper: {counts}."
 
 
 def continued_table(results: Results) -> str:
@@ -179,27 +205,49 @@ def continued_table(results: Results) -> str:
     return table(["row", "seeds", "validation loss", f"against `{first}`", "effective sources"], rows)
 
 
+def continued_text(results: Results) -> str:
+    """What the further tokens gain, and what the upgrade gains beside that."""
+    first, *others = results.sweep.continued
+    gains = results.differences(first, BASELINE)
+    if not gains:
+        return ""
+    gain = statistics.fmean(gains)
+    text = f"The further tokens change the loss of the baseline by {gain:+.4f} on average."
+    for row in others:
+        if differences := results.differences(row, first):
+            share = statistics.fmean(differences) / gain
+            text += f" `{row}` differs from the continued baseline by {100 * share:.0f} % of that."
+    return text
+
+
 def noise_text(results: Results) -> str:
     noise = results.noise()
     if noise is None:
-        return "Only the baseline has a second seed here yet: none of these differences can be told from chance."
+        return (
+            ""
+            if not results.rows
+            else "No row but the baseline has two seeds yet: nothing here can be told from chance."
+        )
     deviation, freedom = noise
     return (
         f"Between seeds, the difference of a row to the baseline of the same seed varies with a standard deviation of "
-        f"{deviation:.4f} ({freedom} degrees of freedom). A single difference below "
-        f"{half_width(deviation, 1, freedom):.4f} says nothing; a mean over three seeds resolves about "
-        f"{half_width(deviation, 3, freedom):.4f}."
+        f"{deviation:.4f} ({freedom} degrees of freedom; fewer in truth, since all rows are compared with the same "
+        f"baselines). A single difference below {half_width(deviation, 1, freedom):.4f} says nothing; a mean over "
+        f"three seeds resolves about {half_width(deviation, 3, freedom):.4f}."
     )
 
 
 def missing_text(results: Results) -> str:
     there = {(row, seed) for row, seeds in results.rows.items() for seed in seeds}
-    missing = [run.name for run in results.sweep.runs() if (run.row, run.seed) not in there]
-    total = len(results.sweep.runs())
+    missing: dict[str, list[int]] = {}
+    for run in results.sweep.runs():
+        if (run.row, run.seed) not in there:
+            missing.setdefault(run.row, []).append(run.seed)
+    total, left = len(results.sweep.runs()), sum(map(len, missing.values()))
     if not missing:
         return f"All {total} runs of the sweep are here."
-    shown = ", ".join(f"`{name}`" for name in missing)
-    return f"{total - len(missing)} of {total} runs of the sweep are here. Missing, and said nothing about: {shown}."
+    shown = ", ".join(f"`{row}` (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items())
+    return f"{total - left} of {total} runs of the sweep are here. Not run yet: {shown}."
 
 
 def timing_text(results: Results) -> str:
@@ -259,13 +307,13 @@ def render(results: Results) -> str:
         "seed, from the spread of the rows that have several. Effective sources: the mean over sites, first seed. "
         + timing_text(results)
     )
-    sections += ["### Claim by claim", claims_table(results), noise_text(results)]
-    sections += ["### A trained baseline, continued", continued_table(results)]
+    sections += ["### Claim by claim", summary(results), claims_table(results), noise_text(results)]
+    sections += ["### A trained baseline, continued", continued_table(results), continued_text(results)]
     drawn = figures(results)
     if drawn:
         images = [f"![{caption}]({FIGURES}/{name}.png)" for name, (caption, _) in drawn.items()]
         sections += ["### Figures", *images]
-    return "\n\n".join(sections)
+    return "\n\n".join(filter(None, sections))
 
 
 def write(results: Results, page: Path) -> None:
