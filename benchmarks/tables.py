@@ -1,6 +1,8 @@
-"""The JSON files in results/, which the other benchmarks wrote, as the Markdown tables of docs/performance.md."""
+"""Writes the tables of docs/performance.md and README.md from the JSON files in results/, which the other benchmarks
+wrote."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,20 @@ def times() -> list[str]:
 def parts() -> list[str]:
     """What a training step spends on each kind of operator, as a part of the step of `standard`."""
     return table({title: column for title, column in columns_of("train_step").items() if ", " in title})
+
+
+def other_runs() -> list[str]:
+    """Every other run that was kept, made before products of the same shapes counted alike: one a line."""
+    shown = [row for row in columns_of("train_step")["eager"] if row != "standard"]
+    lines = ["| run | repeats | " + " | ".join(shown) + " |", "| --- " * (2 + len(shown)) + "|"]
+    for path in sorted((RESULTS / "other_runs").glob("*.json")):
+        result = load(f"other_runs/{path.stem}")
+        for mode in ("eager", "compiled"):
+            if column := result["columns"].get(mode):
+                ratios = (f"{column[row]:.3f}" if row in column else "-" for row in shown)
+                name = path.stem.rsplit("_", 1)[0]
+                lines.append(f"| {name}, {mode} | {result['settings']['repeats']} | " + " | ".join(ratios) + " |")
+    return lines
 
 
 def pretrained_classes() -> list[str]:
@@ -90,9 +106,21 @@ def kernels() -> list[str]:
     return lines
 
 
-TABLES = (times, parts, pretrained_classes, growth, depth_growth, source_reads, memory, kernels)
+TABLES = (times, parts, other_runs, pretrained_classes, growth, depth_growth, source_reads, memory, kernels)
+
+
+PAGES = [Path(__file__).parents[1] / name for name in ("docs/performance.md", "README.md")]
+
+
+def fill(text: str) -> str:
+    """A page, each of its tables under a mark like `<!-- table: times -->` made anew."""
+    for make in TABLES:
+        lines = "".join(f"{line}\n" for line in make())
+        text = re.sub(rf"(<!-- table: {make.__name__} -->\n\n)(\|.*\n)*", lambda mark, new=lines: mark[1] + new, text)
+    return text
 
 
 if __name__ == "__main__":
-    for make in TABLES:
-        print("\n".join(make()), end="\n\n")
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
+        print(page)

@@ -117,6 +117,8 @@ def merge_leaves(T: int, D: int, Y: int, dtype: torch.dtype) -> list[torch.Tenso
         (1, 48, 49, 7, torch.float32),
         (1, 48, 70, 2, torch.float16),  # two launches of the forward, three of the backward
         (1, 80, 2, 24, torch.float32),  # many sites: narrow chunks
+        (17, 1024, 49, 2, torch.bfloat16),
+        (1000, 80, 3, 2, torch.float32),
     ],
 )
 def test_mix_equals_the_oracle(T, D, S, G, dtype):
@@ -143,7 +145,7 @@ def test_merge_equals_the_oracle(T, D, Y, dtype):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("T", "D", "Y", "dtype"), [*MERGES, (3, 80, 0, torch.bfloat16)])
+@pytest.mark.parametrize(("T", "D", "Y", "dtype"), [*MERGES, (3, 80, 0, torch.bfloat16), (1000, 80, 1, torch.float32)])
 def test_merge_norm_equals_the_oracle(T, D, Y, dtype, weighted, monkeypatch):
     def actual_read(*leaves):
         weight, (mix, lse, *y) = (leaves[0], leaves[1:]) if weighted else (None, leaves)
@@ -181,8 +183,8 @@ def test_either_output_of_merge_norm_may_be_unused(used):
     assert_matches(actual_read, expected_read, leaves, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("R", [1, 16, 64, 80])
-def test_values_in_a_wider_buffer_and_keys_of_any_rank(R, T=3, D=80, S=3, G=2):
+@pytest.mark.parametrize(("R", "D"), [(1, 80), (16, 48), (64, 80), (80, 80), (64, 1024), (1024, 1024)])
+def test_values_in_a_wider_buffer_and_keys_of_any_rank(R, D, T=3, S=3, G=2):
     """A whole group from its values to its normed states: phase 1, phase 2, and the gradients of queries and keys.
 
     The values are the first D columns of what a sub-layer emits, [B, T, D + R], and the keys are the others."""
