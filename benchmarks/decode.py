@@ -6,12 +6,18 @@ from transformers import StaticCache
 
 
 @torch.no_grad()
+def new_cache(model: torch.nn.Module, tokens: int) -> StaticCache:
+    cache = StaticCache(config=model.config, max_cache_len=max(64, tokens))
+    model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # makes its tensors
+    return cache
+
+
+@torch.no_grad()
 def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
     """`tokens` greedy steps from the first position on, on a static cache, as `generate` runs them when compiled."""
     model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)).eval()
     forward = torch.compile(model, fullgraph=True) if compiled else mark_linears(model)
-    cache = StaticCache(config=model.config, max_cache_len=max(64, tokens))
-    model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # makes the tensors of the cache
+    cache = new_cache(model, tokens)
 
     @torch.no_grad()
     def step():

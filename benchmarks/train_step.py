@@ -1,7 +1,7 @@
 """A whole training step (forward, backward, AdamW) of every variant, eager and compiled."""
 
 import torch
-from harness import PAPER_WIDTH, build, share_parameters, time_rows, timing_parser, training_step
+from harness import COMPARED, PAPER_WIDTH, build, share_parameters, time_rows, timing_parser, training_step
 
 
 def train_step(row: str, layers: int, tokens: int, compiled: bool):
@@ -10,4 +10,6 @@ def train_step(row: str, layers: int, tokens: int, compiled: bool):
 
 
 if __name__ == "__main__":
-    time_rows("train_step", train_step, timing_parser(__doc__, repeats=5, layers=8, tokens=512).parse_args())
+    arguments = timing_parser(__doc__, repeats=5, layers=8, tokens=512)
+    arguments.set_defaults(rows=["sliced N=4 r=64", "projected N=4 r=32", *COMPARED])
+    time_rows("train_step", train_step, arguments.parse_args())

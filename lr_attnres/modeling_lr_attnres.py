@@ -6,7 +6,7 @@ Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources 
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -347,9 +347,9 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         """An eager step of generation does; a compiler fuses the general reads better than these."""
         one_token = embeddings.shape[1] == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         plain_sums = self.config.depth_block_exponent == 0 and self.config.depth_count_prior == 0
-        asked_for_kernels = self.layers[0].attn_read.backend == "triton"
-        is_autocast = torch.is_autocast_enabled(embeddings.device.type)
-        return one_token and plain_sums and not asked_for_kernels and not is_autocast
+        if not (one_token and plain_sums) or torch.is_autocast_enabled(embeddings.device.type):
+            return False
+        return cast(LRAttnResDepthRead, self.layers[0].attn_read).backend != "triton"  # which was asked for
 
     @merge_with_config_defaults
     @capture_outputs

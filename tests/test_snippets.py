@@ -27,6 +27,7 @@ NOT_RUN = {
     "openbmb/Ultra-FineWeb": "10 billion tokens; test_documents.py streams a dataset",
     "lr-attnres serve": "runs until it is stopped; test_serving.py",
     "lr-attnres explore": "runs until it is stopped; test_explore.py",
+    "python benchmarks/": "minutes each; test_benchmarks.py",
     "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
     'AutoTokenizer.from_pretrained("outputs/n8-r32")': "the small stand-in comes without a tokenizer",
     "from openai import": "needs the server; test_serving.py",
