@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+
+import lr_attnres
 
 
 ROOT = Path(__file__).parents[1]
@@ -78,3 +81,12 @@ def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     targets = {target.split("#")[0] for _, target in LINK.findall(text) if "://" not in target}
     assert [target for target in sorted(targets) if target and not (page.parent / target).exists()] == []
+
+
+def test_the_citation_is_that_of_the_file():
+    facts = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    entry = (ROOT / "README.md").read_text().split("```bibtex\n")[1].split("```")[0].replace("{", "").replace("}", "")
+    fields = dict(re.findall(r"^  (\w+) += (.*?),?$", entry, re.MULTILINE))
+    (author,) = facts["authors"]
+    assert facts["version"] == lr_attnres.__version__
+    assert fields == {name: facts[name] for name in ("title", "version", "license")} | {"author": author["name"]}

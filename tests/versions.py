@@ -3,7 +3,7 @@
     python tests/versions.py [oldest] [newest]
 
 Each environment lies in outputs/versions. The commands of the README run there, and then, on the installed wheel, the
-tests that meet Transformers. torch is that of constraints.txt: an open range would pull in CUDA builds.
+tests that meet Transformers. torch is that of constraints.txt in both: the only one that is tested.
 """
 
 import os
