@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 
 install: $(VENV)/.installed
 
-# torch goes in first and pinned: an open range would pull in CUDA builds.
+# torch by its pin: on Linux the default build brings CUDA libraries; a CPU build of this version that is there stays.
 $(VENV)/.installed: setup.py pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet --constraint constraints.txt torch

@@ -10,9 +10,12 @@ TOKENIZER = ["tiktoken>=0.14"]
 HUB = TOKENIZER  # `convert` writes it; `push` needs nothing beyond huggingface_hub
 SERVE = ["transformers[serving]"]
 EVAL = ["lm_eval[hf]>=0.4.13", "datasets>=5.2"]
-ANALYSIS = ["matplotlib>=3.10", "datasets>=5.2"]
-EXPLORE = ["matplotlib>=3.10", "gradio>=6.31,<7"]
-TRAIN = ["accelerate>=1.15", "datasets>=5.2"]
+# Without a version: what Transformers, the Hub client or `datasets` asks for.
+DATA = ["datasets>=5.2", "filelock", "numpy", "pyarrow"]
+FIGURES = ["matplotlib>=3.10", "numpy"]
+ANALYSIS = [*FIGURES, *DATA]
+EXPLORE = [*FIGURES, "gradio>=6.31,<7"]
+TRAIN = ["accelerate>=1.15", *DATA]
 FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16"]
 BROWSER = ["playwright>=1.60"]
 TEST = [
@@ -41,6 +44,10 @@ setup(
         "transformers>=5.21,<6",
         "huggingface_hub>=2.4",
         "safetensors>=0.8",
+        "httpx2",
+        "PyYAML",
+        "tokenizers",
+        "tqdm",
     ],
     extras_require={
         "train": TRAIN,

@@ -16,13 +16,14 @@ from torch import nn
 from tqdm import tqdm
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .cost import depth_cost, variant_name
+from .cost import depth_cost
 from .depth_routing import depth_block_ends
 from .loading import load_config, load_language_model
 from .losses import use_chunked_loss
 from .metrics import read_metrics
 from .model_folder import check_absent, staged_folder
 from .modeling_lr_attnres import LRAttnResForCausalLM
+from .variants import variant_name
 
 
 METRICS_FILE = "metrics.jsonl"
@@ -287,4 +288,4 @@ def _names(sources: list[str]) -> list[str]:
 
 
 def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name).strip("_").lower()
+    return "".join(letter if letter.isalnum() or letter == "-" else "_" for letter in name).strip("_").lower()

@@ -29,6 +29,7 @@ class StepBatches:
         share = rows // processes
         self.micro_batch_size = max(n for n in range(1, min(args.micro_batch_size, share) + 1) if share % n == 0)
         self.accumulation = share // self.micro_batch_size
+        self.epochs = args.steps * rows / len(data)
         sampler = MicroBatchSampler(len(data), rows, self, args, done)
         self.loader = DataLoader(
             data,

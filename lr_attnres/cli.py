@@ -13,12 +13,13 @@ from huggingface_hub.errors import StrictDataclassError
 from . import LRAttnResConfig, __version__
 from .clean_process import CleanProcessError
 from .configuration_lr_attnres import ResidualType
-from .hub_errors import HubError, explain_os_error
+from .hub_errors import HubError, explain_field_error, explain_os_error, one_line
 
 
 DTYPES = ["float32", "bfloat16", "float16"]
 EXIT_CODES = """exit codes:
-  0 done; 1 an error, told in one line; 2 a wrong command line; 130 interrupted (train saves a checkpoint first)"""
+  0 done; 1 an error, told in one line; 2 a wrong command line; 130 interrupted by Ctrl-C and 143 by SIGTERM (train
+  saves a checkpoint first); 141 nobody reads the output any more, as in `| head`"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 141
     except OSError as error:
         return _fail(explain_os_error(error))
-    except StrictDataclassError as error:  # a config field; its cause says which, without the frame around it
-        return _fail(str(error.__cause__ or error))
+    except StrictDataclassError as error:
+        return _fail(explain_field_error(error))
     except torch.OutOfMemoryError as error:
         return _fail(f"{error} Take smaller batches, shorter rows or another --dtype.")
     except (ValueError, ImportError, HubError, CleanProcessError) as error:
@@ -82,7 +83,7 @@ def make_parser() -> Parser:
 
 
 def _fail(message: str) -> int:
-    print(f"Error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"Error: {one_line(message)}", file=sys.stderr)
     return 1
 
 
@@ -168,7 +169,7 @@ def _add_depth_arguments(parser: argparse.ArgumentParser) -> None:
         "--residual-type",
         choices=get_args(ResidualType),
         default=argparse.SUPPRESS,
-        help=f"what a site reads (default: {default.residual_type})",
+        help=f"what the routing key of a source is (default: {default.residual_type})",
     )
     parser.add_argument(
         "--num-depth-blocks",
@@ -364,7 +365,8 @@ def _extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error.name} is not installed: pip install 'lr-attnres[{name}]'") from error
+        command = f'pip install "lr-attnres[{name}]", or in a clone pip install ".[{name}]"'
+        raise ImportError(f"{error.name} is not installed: {command}") from error
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -395,7 +397,7 @@ COMMANDS = {
         _convert,
     ),
     "upgrade": (
-        "Make an LR-AttnRes model with the same logits of a pretrained Llama, Mistral or Qwen3.",
+        "Turn a pretrained Llama, Mistral or Qwen3 into an LR-AttnRes model with the same logits.",
         "lr-attnres upgrade Qwen/Qwen3-0.6B outputs/upgraded --residual-type sliced --num-depth-blocks 8 --verify",
         _upgrade,
     ),

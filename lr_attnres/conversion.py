@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from .clean_process import probe_tokens
 from .configuration_lr_attnres import LRAttnResConfig
+from .hub_errors import explain_field_error
 from .loading import LoadingError, load_tokenizer
 from .model_card import model_card, write_provenance
 from .model_folder import check_absent, compare_logits, staged_folder
@@ -131,7 +132,7 @@ def released_config(model_args: dict[str, Any], intermediate_size: int) -> LRAtt
     try:
         return LRAttnResConfig(**fields)
     except StrictDataclassError as error:
-        raise ConversionError(f"`model_args` gives no valid config: {error.__cause__ or error}") from error
+        raise ConversionError(f"`model_args` gives no valid config: {explain_field_error(error)}") from error
 
 
 def _depth_fields(args: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from .configuration_lr_attnres import LRAttnResConfig, ResidualType
 from .depth_routing import depth_block_ends
 from .paper import PAPER_TABLE
+from .variants import variant_name
 
 
 @dataclass(frozen=True)
@@ -91,20 +92,6 @@ def num_parameters(config: LRAttnResConfig) -> int:
     return embeddings + cost.core_macs + norms + cost.added_parameters
 
 
-def variant_name(config: LRAttnResConfig) -> str:
-    """`sliced N=8 R=64`, `attnres full`, `standard`: how a variant is called in tables and figures."""
-    if config.residual_type == "standard":
-        return "standard"
-    blocks = "full" if is_full(config) else f"N={config.num_depth_blocks}"
-    rank = "" if config.residual_type == "attnres" else f" R={config.depth_key_rank}"
-    return f"{config.residual_type} {blocks}{rank}"
-
-
-def is_full(config: LRAttnResConfig) -> bool:
-    """Every sub-layer is a source of its own."""
-    return config.num_depth_blocks is None or config.num_depth_blocks >= 2 * config.num_hidden_layers
-
-
 def cost_report(config: LRAttnResConfig) -> str:
     """The cost of one config, for people."""
     cost = depth_cost(config)
@@ -137,7 +124,7 @@ def paper_report() -> str:
         counts = (cost.source_reads, cost.kernel_macs, cost.key_projection_macs)
         rows.append(
             (
-                variant_name(config),
+                row.variant,
                 *(f"{count:,}" for count in counts),
                 f"{cost.added_flops_percent:.4f}",
                 net,
@@ -176,7 +163,7 @@ def _worked_example() -> list[str]:
     cache = [100 * (cost.source_cache_elements / attnres.source_cache_elements - 1) for cost in (projected, sliced)]
     bound = break_even_rank(configs["projected"])
     return [
-        "Worked example, full source set, R=32:",
+        "Worked example, full source set, rank 32:",
         f"  multiply-adds of the reads     {-saving:.2f} % against attnres",
         f"  key projections (projected)    {projected.key_projection_macs:,} multiply-adds",
         f"  source cache                   {cache[0]:+.3f} % (projected), {cache[1]:+.0f} % (sliced)",

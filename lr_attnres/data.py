@@ -22,6 +22,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .documents import Documents, open_documents
+from .hub_errors import one_line
 from .tokenizer import MIN_VOCAB_SIZE, cl100k_tokenizer, train_tokenizer
 
 
@@ -483,7 +484,7 @@ def _load_tokenizer(given: TokenizerSource | None) -> PreTrainedTokenizerBase:
     except Exception as error:  # `tokenizers` raises nothing more special
         raise ValueError(
             f"the tokenizer {os.fspath(given)!r} cannot be loaded; give a folder or repository with a tokenizer.json, "
-            f"or a cl100k_base.tiktoken file ({' '.join(str(error).split())})"
+            f"or a cl100k_base.tiktoken file ({one_line(error)})"
         ) from error
 
 

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .analysis import effective_sources
-from .cost import variant_name
 from .depth_routing import depth_block_ends
 from .loading import load_config, load_language_model, load_tokenizer
 from .plots import COLOURS, STYLE, clip_level, heatmap
 from .serving import check_address
+from .variants import variant_name
 
 
 FONTS = ["system-ui", "sans-serif"]

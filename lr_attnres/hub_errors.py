@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+
+
+REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class HubError(RuntimeError):
@@ -62,6 +66,15 @@ def explain_os_error(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return f"the disk is full{place}: free some space and run the same command again."
     return f"{(error.strerror or _first_line(error)).rstrip('.')}{place}."
+
+
+def explain_field_error(error: Exception) -> str:
+    """One line for a config that is refused: the cause says which field and why, without the frame around it."""
+    return one_line(error.__cause__ or error)
+
+
+def one_line(value: object) -> str:
+    return " ".join(str(value).split())
 
 
 def _explain_answer(error: HfHubHTTPError, repo_id: str, revision: str | None) -> str:

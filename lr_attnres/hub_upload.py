@@ -20,7 +20,7 @@ from transformers.utils import logging
 from . import modeling_lr_attnres
 from .clean_process import load_in_clean_process
 from .configuration_lr_attnres import AUTO_MAP, LRAttnResConfig
-from .hub_errors import HubError, clear_hub_errors
+from .hub_errors import HubError, clear_hub_errors, explain_field_error
 from .model_card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
 
 
@@ -118,8 +118,7 @@ def _check_config(folder: Path) -> LRAttnResConfig:
     try:
         config = LRAttnResConfig.from_dict(fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise PushError(f"{path} is not a valid config: {reason}") from error
+        raise PushError(f"{path} is not a valid config: {explain_field_error(error)}") from error
     if fields.get("auto_map") != AUTO_MAP:
         raise PushError(f"{path}: auto_map does not name the code in the folder: save it with `save_pretrained`.")
     if not config.architectures or config.architectures[0] not in PIPELINE_TAGS:

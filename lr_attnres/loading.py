@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .hub_errors import HubError, clear_hub_errors
+from .hub_errors import REPO_ID, HubError, clear_hub_errors, explain_field_error, one_line
 from .modeling_lr_attnres import LRAttnResForCausalLM
-from .released_source import REPO_ID
 
 
 class LoadingError(ValueError):
@@ -27,9 +26,9 @@ def load_config(source: str | os.PathLike, revision: str | None = None, token: s
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, token=token)
     except StrictDataclassError as error:
-        raise LoadingError(f"{source}: {error.__cause__ or error}") from error
+        raise LoadingError(f"{source}: {explain_field_error(error)}") from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise LoadingError(f"the {CONFIG_NAME} of {source} cannot be used: {_line(error)}") from error
+        raise LoadingError(f"the {CONFIG_NAME} of {source} cannot be used: {one_line(error)}") from error
     if config.model_type != LRAttnResConfig.model_type:
         raise LoadingError(
             f"{source} holds a {config.model_type} model, not an lr_attnres one; `lr-attnres upgrade` makes one of a "
@@ -49,7 +48,7 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
     except Exception as error:  # `tokenizers` raises nothing more special
-        raise LoadingError(f"the tokenizer of {source} cannot be loaded: {_line(error)}") from error
+        raise LoadingError(f"the tokenizer of {source} cannot be loaded: {one_line(error)}") from error
     size = max(tokenizer.get_vocab().values()) + 1
     if config is not None and size > config.vocab_size:
         raise LoadingError(f"the tokenizer of {source} has {size} tokens, its model knows {config.vocab_size}.")
@@ -77,7 +76,7 @@ def load_language_model(
             ignore_mismatched_sizes=True,  # they are told below
         )
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-        raise LoadingError(f"the weights of {source} cannot be loaded: {_line(error)}") from error
+        raise LoadingError(f"the weights of {source} cannot be loaded: {one_line(error)}") from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise LoadingError(f"{source} lacks {len(missing)} weights that its config asks for, such as {missing[0]}.")
@@ -117,8 +116,4 @@ def usable_device(name: str) -> torch.device:
         torch.zeros(1, device=name).item()
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # how torch says that there is no such device
-        raise LoadingError(f"--device {name} cannot be used: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise LoadingError(f"--device {name} cannot be used: {one_line(error)}") from error

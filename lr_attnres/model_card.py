@@ -10,7 +10,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .configuration_lr_attnres import LRAttnResConfig
 from .cost import depth_cost
-from .released_source import REPO_ID
+from .hub_errors import REPO_ID
+from .variants import variant_name
 
 
 PROVENANCE_FILE = "provenance.json"
@@ -131,7 +132,7 @@ def _architecture(config: LRAttnResConfig) -> str:
 
 def _variant_section(config: LRAttnResConfig) -> str:
     rows = {
-        "residual": f"`{config.residual_type}`",
+        "variant": f"`{variant_name(config)}`",
         "layers, hidden size, feed-forward size": (
             f"{config.num_hidden_layers}, {config.hidden_size}, {config.intermediate_size}"
         ),

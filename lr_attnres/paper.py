@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .configuration_lr_attnres import LRAttnResConfig, ResidualType
+from .variants import spell_variant
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,10 @@ class PaperRow:
     depth_key_rank: int | None  # None where the variant has no rank of its own
     validation_loss: float
     gradient_norm: float | None = None  # averaged over the training; published for the full source set alone
+
+    @property
+    def variant(self) -> str:
+        return spell_variant(self.residual_type, self.num_depth_blocks, self.depth_key_rank)
 
     @property
     def config(self) -> LRAttnResConfig:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .analysis import DepthAnalysis
-from .cost import depth_cost, variant_name
+from .cost import depth_cost
 from .paper import PAPER_TABLE
 
 
@@ -50,7 +50,7 @@ def draw(analyses: list[DepthAnalysis], folder: Path) -> list[Path]:
 def draw_paper(path: str) -> Path:
     """The validation losses that the paper publishes against the costs of its models; returns the PNG file."""
     points = [
-        (variant_name(row.config), row.residual_type, depth_cost(row.config).added_flops_percent, row.validation_loss)
+        (row.variant, row.residual_type, depth_cost(row.config).added_flops_percent, row.validation_loss)
         for row in PAPER_TABLE
     ]
     with matplotlib.rc_context(STYLE):
@@ -215,7 +215,7 @@ def loss_against_flops(points: Sequence[tuple[str, str, float, float]], ylabel: 
     axes.minorticks_off()
     axes.margins(y=0.08)
     axes.legend()
-    _label_points(figure, axes, [(name.removeprefix(kind).strip() or name, x, y) for name, kind, x, y in points])
+    _label_points(figure, axes, [(name.removeprefix(kind).strip(" -") or name, x, y) for name, kind, x, y in points])
     return figure
 
 

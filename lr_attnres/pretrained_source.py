@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from .clean_process import probe_tokens
-from .hub_errors import HubError, clear_hub_errors
-from .released_source import REPO_ID
+from .hub_errors import REPO_ID, HubError, clear_hub_errors, one_line
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -97,8 +96,7 @@ class SavedModel:
         try:
             return AutoConfig.from_pretrained(self.folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())
-            raise UpgradeError(f"{self.folder / 'config.json'} cannot be used: {reason}") from error
+            raise UpgradeError(f"{self.folder / 'config.json'} cannot be used: {one_line(error)}") from error
 
     @property
     def architecture(self) -> str | None:

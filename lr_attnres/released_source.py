@@ -6,12 +6,11 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, hf_hub_download
 
-from .hub_errors import HubError, clear_hub_errors
+from .hub_errors import REPO_ID, HubError, clear_hub_errors
 
 
 FINAL = "final_model.pt"
 STEP = re.compile(r"ckpt_step:(\d+)\.pt")
-REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class ConversionError(ValueError):

@@ -28,7 +28,8 @@ def serve(
     `cb_max_batch_tokens` bound it.
     """
     if not is_serve_available():
-        raise ImportError("serving needs fastapi, uvicorn and openai: pip install 'lr-attnres[serve]'")
+        command = 'pip install "lr-attnres[serve]", or in a clone pip install ".[serve]"'
+        raise ImportError(f"serving needs fastapi, uvicorn and openai: {command}")
     from transformers.cli.serve import Serve
 
     for name, value in {"--cb-num-blocks": cb_num_blocks, "--cb-max-batch-tokens": cb_max_batch_tokens}.items():

@@ -135,7 +135,8 @@ def _ranks_from_tiktoken() -> dict[bytes, int]:
         from tiktoken_ext.openai_public import cl100k_base
     except ImportError as error:
         raise TokenizerError(
-            "the cl100k_base ranks need tiktoken (pip install 'lr-attnres[tokenizer]') or a cl100k_base.tiktoken file."
+            'the cl100k_base ranks need tiktoken (pip install "lr-attnres[tokenizer]", or in a clone '
+            'pip install ".[tokenizer]") or a cl100k_base.tiktoken file.'
         ) from error
     try:
         return cl100k_base()["mergeable_ranks"]

@@ -24,6 +24,7 @@ from .checkpoints import Checkpoints, hold_run_folder, read_state, sync_to_disk,
 from .configuration_lr_attnres import LRAttnResConfig
 from .data import PackedTokens, check_fits, load_data_tokenizer
 from .evaluation import check_same_tokens, evaluate, num_targets
+from .hub_errors import explain_field_error
 from .loading import LoadingError, load_language_model
 from .losses import use_chunked_loss
 from .metrics import Metrics
@@ -174,7 +175,7 @@ def build_config(fields: dict[str, Any]) -> LRAttnResConfig:
     try:
         return LRAttnResConfig.from_dict(fields)
     except StrictDataclassError as error:
-        raise ValueError(f"`model` or `variant`: {error.__cause__ or error}") from error
+        raise ValueError(f"`model` or `variant`: {explain_field_error(error)}") from error
 
 
 def load_model(args: TrainArguments, init_from: str, data: PackedTokens) -> LRAttnResForCausalLM:
@@ -376,4 +377,4 @@ def describe(args: TrainArguments, model: torch.nn.Module, batches: StepBatches,
     steps = f"{args.steps} steps of {args.batch_tokens:,} tokens ({shape})"
     size = sum(parameter.numel() for parameter in model.parameters())
     start = f"resumed from {checkpoint}" if checkpoint else "from the start"
-    return f"{args.variant}, {size:,} parameters, {steps}, {start}"
+    return f"{args.variant}, {size:,} parameters, {steps}, {batches.epochs:.2f} epochs of the data, {start}"

@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import math
 import os
-import re
 import types
 import typing
 from importlib import resources
@@ -15,19 +14,12 @@ from typing import Any
 import yaml
 
 from .configuration_lr_attnres import LRAttnResConfig
+from .paper import PAPER_TABLE
+from .variants import VARIANT_FIELDS, variant_fields
 
 
-# The rows of the paper's table; any other rank or number of blocks can be written in the same way.
-PAPER_VARIANTS = [
-    "standard",
-    *(f"attnres-{sources}" for sources in ("full", "n4", "n8", "n16")),
-    *(f"projected-full-r{rank}" for rank in (16, 32, 64)),
-    *(f"projected-n{blocks}-r32" for blocks in (4, 8, 16)),
-    *(f"sliced-full-r{rank}" for rank in (16, 32, 64, 128, 256, 512)),
-    *(f"sliced-n{blocks}-r64" for blocks in (4, 8, 16)),
-]
-VARIANT = re.compile(r"standard|attnres-(full|n[1-9]\d*)|(projected|sliced)-(full|n[1-9]\d*)-r[1-9]\d*")
-VARIANT_FIELDS = ("residual_type", "num_depth_blocks", "depth_key_rank")
+# Any other rank or number of blocks can be written in the same way.
+PAPER_VARIANTS = [row.variant for row in PAPER_TABLE]
 
 
 def argument(default: Any, text: str, free: bool = False, choices: list[str] | None = None) -> Any:
@@ -131,23 +123,6 @@ class TrainArguments:
         """The arguments that a resumed run must share, as JSON gives them back."""
         values = dataclasses.asdict(self) | {"betas": list(self.betas)}
         return {field.name: values[field.name] for field in dataclasses.fields(self) if not field.metadata["free"]}
-
-
-def variant_fields(variant: str) -> dict[str, Any]:
-    """`sliced-n8-r64` -> the three fields of LRAttnResConfig that it stands for."""
-    if not VARIANT.fullmatch(variant):
-        raise ValueError(
-            f"`variant` is {variant!r}; write standard, attnres-full, attnres-n8, projected-n8-r32, sliced-full-r64 "
-            "or the like: residual, blocks (full or n and their number), rank."
-        )
-    residual_type, *rest = variant.split("-")
-    fields: dict[str, Any] = {"residual_type": residual_type}
-    for part in rest:
-        if part.startswith("r"):
-            fields["depth_key_rank"] = int(part[1:])
-        else:
-            fields["num_depth_blocks"] = None if part == "full" else int(part[1:])
-    return fields
 
 
 def presets() -> list[str]:

@@ -201,17 +201,17 @@ def test_command_writes_numbers_and_figures(folders, tmp_path, capsys):
     arguments = ["analyze", *sources, *options, "--sequence-length", "64", "--max-tokens", "640"]
     assert cli.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0].strip() for line in lines[:3]] == ["standard", "sliced N=3 R=8", "projected full R=8"]
+    assert [line.split("  ")[0].strip() for line in lines[:3]] == ["standard", "sliced-n3-r8", "projected-full-r8"]
     assert "gradient norm 0.5000" in lines[2]
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     figures = ["depth_weights", "effective_sources", "entropy_by_position", "gradient_norms", "loss_against_flops"]
     figures += ["output_magnitude", "query_norms", "shares"]
-    models = ["projected_full_r_8", "sliced_n_3_r_8", "standard"]
+    models = ["projected-full-r8", "sliced-n3-r8", "standard"]
     assert names == sorted([*models, *(f"{name}{end}" for name in figures for end in (".png", ".svg"))])
     for path in (tmp_path / "out").glob("*.*"):
         assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
-    saved = json.loads((tmp_path / "out/sliced_n_3_r_8/analysis.json").read_text())
-    tensors = load_file(tmp_path / "out/sliced_n_3_r_8/analysis.safetensors")
+    saved = json.loads((tmp_path / "out/sliced-n3-r8/analysis.json").read_text())
+    tensors = load_file(tmp_path / "out/sliced-n3-r8/analysis.safetensors")
     assert saved["tokens"] == 640 and len(saved["effective_sources"]) == 8
     assert tensors["effective_sources"].tolist() == saved["effective_sources"]
     assert tensors["depth_weights"].dtype == torch.float64 and tensors["depth_weights"].shape == (8, 4)
@@ -245,8 +245,8 @@ def test_two_runs_of_one_variant_have_names_of_their_own(tmp_path):
     for name in ("first/model", "second/model"):
         small_config("sliced_block").save_pretrained(tmp_path / name)
     first, second = str(tmp_path / "first/model"), str(tmp_path / "second/model")
-    assert _names([first]) == ["sliced N=3 R=8"]
-    assert _names([first, second]) == [f"sliced N=3 R=8 ({first})", f"sliced N=3 R=8 ({second})"]
+    assert _names([first]) == ["sliced-n3-r8"]
+    assert _names([first, second]) == [f"sliced-n3-r8 ({first})", f"sliced-n3-r8 ({second})"]
     with pytest.raises(ValueError, match="the same model is given twice"):
         _names([first, first])
 
@@ -260,7 +260,7 @@ def test_data_that_does_not_fit_and_weights_that_are_not_numbers(token_data, tmp
     model = save_text_model(tmp_path / "broken")
     model.lm_head.weight.data.fill_(float("nan"))
     model.save_pretrained(tmp_path / "broken")
-    with pytest.raises(ValueError, match="the loss of sliced N=3 R=8 is nan: weights are damaged"):
+    with pytest.raises(ValueError, match="the loss of sliced-n3-r8 is nan: weights are damaged"):
         analyze([str(tmp_path / "broken")], str(token_data), tmp_path / "out", device="cpu")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written: .*file is not a folder that you may write to"):

@@ -82,7 +82,8 @@ def test_a_missing_package_is_named_with_its_extra(command, module, package, ext
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"lr_attnres.{module}", raising=False)
     assert cli.main(command.split()) == 1
-    assert capsys.readouterr().err == f"Error: {package} is not installed: pip install 'lr-attnres[{extra}]'\n"
+    command = f'pip install "lr-attnres[{extra}]", or in a clone pip install ".[{extra}]"'
+    assert capsys.readouterr().err == f"Error: {package} is not installed: {command}\n"
 
 
 def test_nothing_and_help_show_the_order_of_work(capsys):

@@ -1,5 +1,7 @@
 """The published figures come out exactly, and the counts are those of a real model."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from common import ROUTED, VARIANTS, random_tokens, small_config, small_model
@@ -10,6 +12,7 @@ from lr_attnres.cost import attnres_macs, break_even_rank, depth_cost, num_param
 from lr_attnres.paper import PAPER_TABLE
 
 
+ROOT = Path(__file__).parents[1]
 # residual type, blocks, rank, added FLOPs in percent as published
 PUBLISHED = [
     ("standard", None, 64, 0.0),
@@ -131,10 +134,10 @@ def test_break_even_rank_is_where_projected_keys_stop_saving(blocks):
 def test_command_prints_every_published_figure(capsys):
     assert cli.main(["cost", "--paper"]) == 0
     out = capsys.readouterr().out
-    lines = {line[:19].strip(): line.split() for line in out.splitlines()}
+    lines = {line.split(" ")[0]: line.split() for line in out.splitlines()}
     for kind, blocks, rank, percent in PUBLISHED:
-        size = "" if kind == "standard" else " full" if blocks is None else f" N={blocks}"
-        name = kind + size + (f" R={rank}" if kind in ("projected", "sliced") else "")
+        size = "" if kind == "standard" else "-full" if blocks is None else f"-n{blocks}"
+        name = kind + size + (f"-r{rank}" if kind in ("projected", "sliced") else "")
         assert f"{percent:.4f}" in lines[name]
     losses = "3.0009 2.9752 2.9797 2.9778 2.9673 2.9606 2.9538 2.9501 2.9488 2.9477 2.9543 2.9762 2.9682 2.9638 2.9630"
     norms = "0.9775 1.0030 0.8166 0.7737 0.7624 0.7930 0.7911 0.8123 0.8577 0.8757 0.9084"
@@ -149,9 +152,20 @@ def test_command_prints_every_published_figure(capsys):
     assert [figure for figure in figures if figure not in out] == []
 
 
+def test_the_table_of_the_readme():
+    table = (ROOT / "README.md").read_text().split("| variant | added FLOPs, % | added parameters | loss (paper) |")[1]
+    quoted = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[2:]]
+    computed = {}
+    for row in PAPER_TABLE:
+        cost = depth_cost(row.config)
+        figures = f"{cost.added_flops_percent:.4f}", f"{cost.added_parameters:,}", f"{row.validation_loss:.4f}"
+        computed[row.variant] = [row.variant, *figures]
+    assert len(quoted) == 5 and quoted == [computed[row[0]] for row in quoted]
+
+
 def test_command_for_one_model(tmp_path, capsys):
     assert cli.main(["cost"]) == 0
-    assert "sliced N=8 R=64" in (out := capsys.readouterr().out) and "0.0932 % of the core" in out
+    assert "sliced-n8-r64" in (out := capsys.readouterr().out) and "0.0932 % of the core" in out
     options = ["--residual-type", "projected", "--num-depth-blocks", "full", "--depth-key-rank", "32"]
     assert cli.main(["cost", *options]) == 0
     assert "1.3865 % of the core" in (out := capsys.readouterr().out) and "ranks below 13.28" in out

@@ -73,9 +73,9 @@ def test_compares_two_tokens_or_two_checkpoints(routed, folders):
     (alone,) = page.views(reading, [4, 2], NOTHING)
     assert alone.weights is reading.weights[4]
     first, second = page.views(reading, [4, 2], PREVIOUS)
-    assert second.weights is reading.weights[2] and first.title.startswith("A: token 4 's', sliced N=3")
+    assert second.weights is reading.weights[2] and first.title.startswith("A: token 4 's', sliced-n3")
     first, second = page.views(reading, [4, 2], OTHER)
-    assert second.title.startswith("B: token 4 's', projected full")
+    assert second.title.startswith("B: token 4 's', projected-full")
     assert second.weights.shape == (8, 9) and not torch.equal(first.weights, second.weights[:, :4])
     lines = effective_figure([first, second]).axes[0].get_lines()
     assert lines[1].get_ydata() == pytest.approx(first.effective) and max(second.effective) <= 9
@@ -167,10 +167,10 @@ def test_type_generate_click_compare(browser, folders):
         tab.expect("#caption", "A: token 4 's'")
         second = tab.other_heatmap(first)
         tab.page.get_by_label("the token clicked before").check()
-        tab.expect("#caption", "B: token 9 's', sliced N=3")
+        tab.expect("#caption", "B: token 9 's', sliced-n3")
         third = tab.other_heatmap(second)
         tab.page.get_by_label("the other checkpoint").check()
-        tab.expect("#caption", "B: token 4 's', projected full")
+        tab.expect("#caption", "B: token 4 's', projected-full")
         tab.other_heatmap(third)
         assert tab.page.locator("#effective img").count() == 1
         assert tab.foreign == []

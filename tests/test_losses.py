@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from common import random_tokens, small_model
+from common import VARIANTS, random_tokens, small_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
@@ -114,8 +114,9 @@ def compare(model, changed=None, **inputs):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_model(tied, checkpointing):
-    model = small_model(tie_word_embeddings=tied).train()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_model(variant, tied, checkpointing):
+    model = small_model(variant, tie_word_embeddings=tied).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     input_ids = random_tokens(2, 9)

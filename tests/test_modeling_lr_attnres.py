@@ -399,8 +399,9 @@ def test_half_precision_is_finite_and_close(variant, dtype):
     assert error < 18 * rounding
 
 
-def test_depth_logits_and_weights_are_float32_in_a_half_model_and_under_autocast():
-    model, input_ids = small_model(), random_tokens(2, 11)
+@pytest.mark.parametrize("variant", ROUTED)
+def test_depth_logits_and_weights_are_float32_in_a_half_model_and_under_autocast(variant):
+    model, input_ids = small_model(variant), random_tokens(2, 11)
     with torch.autocast("cpu", torch.bfloat16):
         assert all(w.dtype == torch.float32 for w in model(input_ids, output_depth_weights=True).depth_weights)
     model.to(torch.bfloat16)

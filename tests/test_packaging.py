@@ -1,5 +1,6 @@
 """The sdist and the wheel hold the package, all of it and nothing else; every extra that is named exists."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -13,6 +14,16 @@ import pytest
 
 
 ROOT = Path(__file__).parents[1]
+# extra -> the modules that its commands import; "" is the package without any
+ENTRIES = {
+    "": ["cli", "cost", "hub_upload", "text_generation", "training_arguments", "upgrade"],
+    "train": ["data", "evaluation", "training"],
+    "hub": ["conversion"],
+    "serve": ["serving"],
+    "analysis": ["analysis", "held_out", "plots"],
+    "explore": ["explore"],
+}
+REQUIREMENTS = {"yaml": "PyYAML"}  # where the import is called otherwise
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +75,47 @@ def test_the_sdist_has_no_half_of_the_tests(wheel):
     }
 
 
-def test_every_extra_that_is_named_exists(wheel):
+def metadata(wheel: zipfile.ZipFile, field: str) -> list[str]:
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    provided = set(message_from_bytes(wheel.read(name)).get_all("Provides-Extra"))
+    return message_from_bytes(wheel.read(name)).get_all(field)
+
+
+def imports_of(module: str) -> tuple[set[str], set[str]]:
+    """Our modules, and packages of others, that importing a module imports: what stands at its top level, outside
+    `try` and `if`."""
+    ours, others = {"__init__"}, set()
+    for node in ast.parse((ROOT / f"lr_attnres/{module}.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            ours |= {node.module} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            others |= {name.split(".")[0] for name in names}
+    modules = {path.stem for path in (ROOT / "lr_attnres").glob("*.py")}
+    return ours & modules, others - sys.stdlib_module_names
+
+
+def test_every_package_that_is_imported_is_declared(wheel):
+    reached = set()
+    for extra, modules in ENTRIES.items():
+        declared = set()
+        for requirement in metadata(wheel, "Requires-Dist"):
+            of_extra = re.search(r'extra == "(\w+)"', requirement)
+            if of_extra is None or of_extra[1] == extra:
+                declared.add(re.match(r"[\w-]+", requirement)[0])
+        seen, left, imported = set(), set(modules), set()
+        while left:
+            module = left.pop()
+            seen.add(module)
+            ours, others = imports_of(module)
+            left |= ours - seen
+            imported |= others
+        assert {REQUIREMENTS.get(name, name) for name in imported} <= declared, extra or "without an extra"
+        reached |= seen
+    assert reached == {path.stem for path in (ROOT / "lr_attnres").glob("*.py")}
+
+
+def test_every_extra_that_is_named_exists(wheel):
+    provided = set(metadata(wheel, "Provides-Extra"))
     named = set()
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md")]
     for path in [*pages, *(ROOT / "lr_attnres").glob("*.py"), *(ROOT / "examples").rglob("*.py")]:

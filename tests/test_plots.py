@@ -66,7 +66,7 @@ def test_gradient_norm_table(analyses):
         a.gradient_norm = norm
     (table,) = plots.gradient_norms_figure(analyses).axes[0].tables
     cells = [[table[row, column].get_text().get_text() for column in (1, 2)] for row in (1, 2)]
-    assert cells == [["standard", "0.9775"], ["attnres full", "1.0030"]]
+    assert cells == [["standard", "0.9775"], ["attnres-full", "1.0030"]]
 
 
 def test_the_same_numbers_give_the_same_files(analyses, tmp_path):
@@ -80,7 +80,7 @@ def test_the_same_numbers_give_the_same_files(analyses, tmp_path):
 def test_labels_of_crowded_points_do_not_touch(tmp_path):
     path = plots.draw_paper(str(tmp_path / "paper.png"))
     assert path.exists() and path.with_suffix(".svg").exists()
-    points = [(f"sliced R={i}", "sliced", 1 + 0.01 * i, 3 + 0.001 * i) for i in range(6)]
+    points = [(f"sliced-full-r{i}", "sliced", 1 + 0.01 * i, 3 + 0.001 * i) for i in range(6)]
     figure = plots.loss_against_flops(points, "loss")
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]

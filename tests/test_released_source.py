@@ -47,16 +47,16 @@ def test_convert_from_the_hub(tmp_path):
         files = {"ckpt_step:5.pt": hub.store(first, lfs=True), "ckpt_step:40.pt": hub.store(second, lfs=True)}
         repo.commit("main", files)
 
-        def residual_type(*options):
+        def variant(*options):
             result = run("convert", "writer/released", tmp_path / "model", "--token", "hf_writer", *options)
             assert result.code == 0, result.err
             text = (tmp_path / "model/README.md").read_text()
             shutil.rmtree(tmp_path / "model")
-            return text.split("| residual | `")[1].split("`")[0], text.split("| converted from | ")[1].split(" |")[0]
+            return text.split("| variant | `")[1].split("`")[0], text.split("| converted from | ")[1].split(" |")[0]
 
-        assert residual_type() == ("attnres", "writer/released, ckpt_step:40.pt")
-        assert residual_type("--filename", "ckpt_step:5.pt") == ("sliced", "writer/released, ckpt_step:5.pt")
-        assert residual_type("--revision", old) == ("sliced", "writer/released, ckpt_step:5.pt")
+        assert variant() == ("attnres-full", "writer/released, ckpt_step:40.pt")
+        assert variant("--filename", "ckpt_step:5.pt") == ("sliced-full-r8", "writer/released, ckpt_step:5.pt")
+        assert variant("--revision", old) == ("sliced-full-r8", "writer/released, ckpt_step:5.pt")
 
         for arguments, message in [
             (("writer/released",), "writer/released is not on this machine, and the Hub answered 401"),

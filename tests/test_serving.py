@@ -97,7 +97,7 @@ def test_folder_that_cannot_be_served(tmp_path, capsys):
 def test_without_the_extra(monkeypatch, capsys):
     monkeypatch.setattr("lr_attnres.serving.is_serve_available", lambda: False)
     assert cli.main(["serve", "owner/name"]) == 1
-    assert "pip install 'lr-attnres[serve]'" in capsys.readouterr().err
+    assert 'pip install "lr-attnres[serve]", or in a clone pip install ".[serve]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("port", [-1, 0, 65536, 99999])

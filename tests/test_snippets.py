@@ -3,18 +3,22 @@
 Repositories that the commands name are on a Hub of the test's own: small models of the same kind.
 """
 
+import io
 import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import CommandLine, hub_environment
 from common import save_text_model
 from fetched import cl100k_ranks
 from hub_server import HubServer, Repo
 from test_conversion import REFERENCES
 from test_upgrade import save_source
+
+from lr_attnres.tokenizer import CL100K_VOCAB_SIZE
 
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +33,6 @@ NOT_RUN = {
     "lr-attnres explore": "runs until it is stopped; test_explore.py",
     "python benchmarks/": "minutes each; test_benchmarks.py",
     "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
-    'AutoTokenizer.from_pretrained("outputs/n8-r32")': "the small stand-in comes without a tokenizer",
     "from openai import": "needs the server; test_serving.py",
 }
 # Training for as long as the README says would take minutes.
@@ -50,12 +53,24 @@ def is_run(text: str) -> bool:
     return not any(pattern in text for pattern in NOT_RUN)
 
 
+def released_checkpoint() -> bytes:
+    """A small one of the author's code, with as many tokens as the real ones have."""
+    checkpoint = torch.load(REFERENCES / "plr_block3_r8.pt", weights_only=True)
+    checkpoint["model_args"]["vocab_size"] = CL100K_VOCAB_SIZE
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        weight = checkpoint["model"][name]
+        checkpoint["model"][name] = weight.repeat(CL100K_VOCAB_SIZE // len(weight) + 1, 1)[:CL100K_VOCAB_SIZE].clone()
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    return file.getvalue()
+
+
 @pytest.fixture
 def reader(tmp_path):
     """The command line of someone who reads the pages in a folder of their own."""
     with HubServer() as hub:
         save_source(tmp_path / "qwen", "qwen3", hidden_size=64, max_position_embeddings=256)
-        released = {"final_model.pt": hub.store((REFERENCES / "plr_block3_r8.pt").read_bytes(), lfs=True)}
+        released = {"final_model.pt": hub.store(released_checkpoint(), lfs=True)}
         pretrained = {path.name: hub.store(path.read_bytes(), lfs=True) for path in (tmp_path / "qwen").iterdir()}
         for name, files in {"Jonnester/LR-AttnRes-LR-n8-r32": released, "Qwen/Qwen3-0.6B": pretrained}.items():
             hub.repos["model", name] = Repo()

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from common import byte_tokenizer, save_text_model, small_model
+from common import ONE_OF_EACH, byte_tokenizer, save_text_model, small_model
 
 from lr_attnres import cli
 from lr_attnres.text_generation import generate_text
@@ -27,8 +27,9 @@ class Recorder(io.StringIO):
         return super().write(text)
 
 
-def test_greedy_text_in_pieces(model, tmp_path):
-    tokenizer, output = byte_tokenizer(), Recorder()
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_greedy_text_in_pieces(variant, tmp_path):
+    model, tokenizer, output = save_text_model(tmp_path, variant), byte_tokenizer(), Recorder()
     text = generate_text(str(tmp_path), PROMPT, max_new_tokens=24, device="cpu", output=output)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     expected = tokenizer.decode(

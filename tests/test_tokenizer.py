@@ -120,7 +120,9 @@ def test_ranks_that_cannot_be_had(monkeypatch, tmp_path):
     ):
         cl100k_tokenizer()
     monkeypatch.setitem(sys.modules, "tiktoken_ext.openai_public", None)
-    with pytest.raises(TokenizerError, match=r"need tiktoken \(pip install 'lr-attnres\[tokenizer\]'\)"):
+    with pytest.raises(
+        TokenizerError, match=r'need tiktoken \(pip install "lr-attnres\[tokenizer\]", or in a clone pip'
+    ):
         cl100k_tokenizer()
 
 

@@ -52,6 +52,15 @@ def without_speed(records: list[dict]) -> list[dict]:
     return [{name: value for name, value in record.items() if name != SPEED} for record in records]
 
 
+def test_the_first_line_tells_what_is_run(token_data, tmp_path, capsys):
+    run_here(token_data, tmp_path, steps=2, warmup_steps=0)
+    epochs = 2 * 8 / len(PackedTokens(token_data))
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("sliced-n2-r8, ") and line.endswith(
+        f" parameters, 2 steps of 256 tokens (1 x 2 x 4 rows), {epochs:.2f} epochs of the data, from the start"
+    )
+
+
 @pytest.mark.parametrize("variant", ["projected-n2-r8", "standard"])
 def test_a_run(variant, token_data, tmp_path):
     """Every parameter changes, what is promised is written, and the folder is a model."""

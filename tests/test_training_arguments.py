@@ -12,7 +12,6 @@ from lr_attnres.training_arguments import (
     add_flags,
     load_arguments,
     presets,
-    variant_fields,
 )
 
 
@@ -125,16 +124,6 @@ def test_values_that_are_not_yaml(capsys):
     with pytest.raises(SystemExit):
         parse("--model", "hidden_size=[}")
     assert "the value of 'hidden_size=[}' is not YAML" in capsys.readouterr().err
-
-
-def test_variants_are_fields_of_the_config():
-    assert variant_fields("standard") == {"residual_type": "standard"}
-    assert variant_fields("attnres-n16") == {"residual_type": "attnres", "num_depth_blocks": 16}
-    assert variant_fields("projected-full-r32") == {
-        "residual_type": "projected",
-        "num_depth_blocks": None,
-        "depth_key_rank": 32,
-    }
 
 
 def test_command_line(capsys, tmp_path):

@@ -3,7 +3,7 @@
     python tests/versions.py [oldest] [newest]
 
 Each environment lies in outputs/versions. The commands of the README run there, and then, on the installed wheel, the
-tests that meet Transformers. torch is that of constraints.txt: an open range would pull in CUDA builds.
+tests that meet Transformers. torch is that of constraints.txt in both: the only one that is tested.
 """
 
 import os
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "outputs/versions"
-EXTRAS = ("train", "hub", "peft")
+EXTRAS = ("train", "hub", "analysis", "serve", "peft")
 TEST_PACKAGES = ("pytest", "optimum-quanto")
 TESTS = ("configuration_lr_attnres", "modeling_lr_attnres", "generation", "saving", "upgrade", "trainer", "peft")
 COMMANDS = (
@@ -30,7 +30,16 @@ COMMANDS = (
     "train tiny --data data --output-dir run --steps 3 --warmup-steps 1",
     "evaluate run/model data",
     "generate run/model --prompt 'The state of the Union' --max-new-tokens 8",
+    "analyze run/model --data data --output analysis --max-tokens 2000",
+    "push owner/name run/model --dry-run",
 )
+RELOAD = """
+from lr_attnres import LRAttnResForCausalLM
+from transformers import AutoTokenizer
+
+model, tokenizer = LRAttnResForCausalLM.from_pretrained("run/model"), AutoTokenizer.from_pretrained("run/model")
+print(tokenizer.decode(model.generate(**tokenizer("The state", return_tensors="pt"), max_new_tokens=8)[0]))
+"""
 
 
 def main(names: list[str]) -> None:
@@ -59,8 +68,9 @@ def lower_bounds(wheel: Path) -> list[str]:
     pins = []
     for requirement in requirements:
         extra = re.search(r'extra == "(\w+)"', requirement)
-        if (extra is None or extra[1] in EXTRAS) and not requirement.startswith("torch"):
-            pins.append("{}=={}".format(*re.match(r"([\w-]+).*?>=([\d.]+)", requirement).groups()))
+        bound = re.match(r"([\w-]+)[^;]*?>=([\d.]+)", requirement)
+        if bound and (extra is None or extra[1] in EXTRAS) and not requirement.startswith("torch"):
+            pins.append("{}=={}".format(*bound.groups()))
     return sorted(set(pins))
 
 
@@ -77,6 +87,7 @@ def run_commands(folder: Path) -> None:
     work.mkdir()
     for command in COMMANDS:
         run([folder / "bin/lr-attnres", *shlex.split(command)], cwd=work)
+    run([folder / "bin/python", "-c", RELOAD], cwd=work)
 
 
 def run(command: list, **options) -> None:
