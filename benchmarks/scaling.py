@@ -44,9 +44,15 @@ def plot(seconds: dict[str, dict[str, float]], depth: dict[str, dict[str, float]
         for row, colour in (COLOURS | {NAIVE: "#999999"}).items():
             if all(row in column for column in columns.values()):
                 axis.plot(layers, [column[row] for column in columns.values()], "o-", color=colour, label=row)
-        axis.set(xlabel="layers L", ylabel=label, xticks=layers, xlim=(0, None), ylim=(0, None))
+        if columns is depth:  # the naive read is far above the others
+            axis.set(xscale="log", yscale="log")
+            axis.minorticks_off()
+        else:
+            axis.set(xlim=(0, None), ylim=(0, None))
+        axis.set(xlabel="layers L", ylabel=label)
+        axis.set_xticks(layers, map(str, layers))
         axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False)
+        axis.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -122,8 +122,9 @@ def fill(text: str) -> str:
     """A page, each of its tables under a mark like `<!-- table: times -->` made anew."""
     for make in TABLES:
         lines = "".join(f"{line}\n" for line in make())
-        text = re.sub(rf"(<!-- table: {make.__name__} -->\n\n)(\|.*\n)*", lambda mark, new=lines: mark[1] + new, text)
-    return text
+        place = rf"(<!-- table: {make.__name__} -->\n\n)(?:\|.*\n)*\n?"
+        text = re.sub(place, lambda mark, new=lines: f"{mark[1]}{new}\n", text)
+    return text.rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str,
         "row": run.row,
         "seed": run.seed,
         "variant": run.variant,
-        "name": analysis.name,
         "paper_row": sweep.rows.get(run.row),
         "tokens": records[-1]["tokens"],
         "validation_loss": records[-1]["validation_loss"],
@@ -89,7 +88,7 @@ def as_analysis(result: dict[str, Any]) -> DepthAnalysis:
     if rows:
         tensors["depth_weights"] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=float("nan"))
     return DepthAnalysis(
-        name=result["name"],
+        name=result["variant"],
         source=result["row"],
         residual_type=result["variant"].split("-")[0],
         num_layers=result["num_layers"],

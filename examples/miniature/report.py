@@ -293,7 +293,7 @@ def gradient_norms(results: Results) -> Any:
     for row in rows:
         first = results.rows[row][min(results.rows[row])]
         style = {"color": plots.COLOURS[row.split("-")[0]], "linestyle": "--" if row in KEY.values() else "-"}
-        axes.plot(first["curve"]["tokens"], first["curve"]["grad_norm"], label=first["name"], **style)
+        axes.plot(first["curve"]["tokens"], first["curve"]["grad_norm"], label=row, **style)
     axes.set(title="Gradient norm before clipping", xlabel="tokens", ylabel="mean over a part of the run")
     axes.legend()
     return figure
