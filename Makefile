@@ -26,10 +26,10 @@ test-versions: install
 # Run nothing else meanwhile. Compiling takes a minute or two a row: here one.
 bench: install
 	$(RUN)/python benchmarks/memory.py
-	$(RUN)/python benchmarks/depth_read.py --repeats 3
-	$(RUN)/python benchmarks/train_step.py --repeats 3 --compiled-rows "sliced N=8 r=64"
-	$(RUN)/python benchmarks/prefill.py --repeats 3 --modes eager
-	$(RUN)/python benchmarks/decode.py --repeats 10 --compiled-rows "sliced N=8 r=64"
+	$(RUN)/python benchmarks/depth_read.py --repeats 2
+	$(RUN)/python benchmarks/train_step.py --repeats 2 --compiled-rows "sliced N=8 r=64"
+	$(RUN)/python benchmarks/prefill.py --repeats 2 --modes eager
+	$(RUN)/python benchmarks/decode.py --repeats 8 --compiled-rows "sliced N=8 r=64"
 
 lint: install
 	$(RUN)/ruff check .

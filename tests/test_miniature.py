@@ -240,8 +240,8 @@ def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch)
     assert "| `continued-standard` | not run | - | - | - |" in text
     loss = json.loads((folder / "sliced-n8-r6-seed0.json").read_text())["validation_loss"]
     assert "| `sliced-n8-r6` | 1 | " in text and f" {loss:.4f} | " in text and "| 2.9480 | -0.0529 |" in text
-    assert "one seed |" in text and "nothing here can be told from chance" in text
-    assert re.search(r"Of 1 findings of the paper: 1 (same|other) sign, one seed\.", text)
+    assert "(one seed) |" in text and "nothing here can be told from chance" in text
+    assert re.search(r"Of 1 findings of the paper: 1 (same|other) sign \(one seed\)\.", text)
     drawn = {path.stem for path in (tmp_path / "miniature").iterdir()}
     assert drawn == {"loss_against_flops", "gradient_norms", "effective_sources", "depth_weights"}
     report.main()

@@ -147,7 +147,7 @@ class Claim:
         mean, half = results.interval(differences, self.name)
         same_sign = (mean < 0) == (self.paper(results.sweep) < 0)
         if half is None:
-            return "same sign, one seed" if same_sign else "other sign, one seed"
+            return "same sign (one seed)" if same_sign else "other sign (one seed)"
         if abs(mean) <= half:
             return "not resolved"
         return "reproduced" if same_sign else "not reproduced"
