@@ -109,7 +109,7 @@ def merge_leaves(T: int, D: int, Y: int, dtype: torch.dtype) -> list[torch.Tenso
     [
         (1, 48, 1, 1, torch.float32),
         (17, 80, 2, 7, torch.float32),
-        (1000, 48, 2, 1, torch.bfloat16),
+        (1000, 80, 2, 1, torch.bfloat16),
         (3, 1024, 9, 6, torch.bfloat16),
         (1, 1024, 5, 3, torch.float32),
         (2, 80, 16, 5, torch.float16),
@@ -118,7 +118,6 @@ def merge_leaves(T: int, D: int, Y: int, dtype: torch.dtype) -> list[torch.Tenso
         (1, 48, 70, 2, torch.float16),  # two launches of the forward, three of the backward
         (1, 80, 2, 24, torch.float32),  # many sites: narrow chunks
         (17, 1024, 49, 2, torch.bfloat16),
-        (1000, 80, 3, 2, torch.float32),
     ],
 )
 def test_mix_equals_the_oracle(T, D, S, G, dtype):
@@ -137,7 +136,7 @@ MERGES = [
 ]
 
 
-@pytest.mark.parametrize(("T", "D", "Y", "dtype"), [*MERGES, (1000, 48, 1, torch.float16)])
+@pytest.mark.parametrize(("T", "D", "Y", "dtype"), MERGES)
 def test_merge_equals_the_oracle(T, D, Y, dtype):
     leaves = merge_leaves(T, D, Y, dtype)
     hidden, *_ = assert_matches(triton_merge(dtype), oracle_merge, leaves, TOLERANCE[dtype])
@@ -145,7 +144,7 @@ def test_merge_equals_the_oracle(T, D, Y, dtype):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("T", "D", "Y", "dtype"), [*MERGES, (3, 80, 0, torch.bfloat16), (1000, 80, 1, torch.float32)])
+@pytest.mark.parametrize(("T", "D", "Y", "dtype"), [*MERGES, (3, 80, 0, torch.bfloat16), (1000, 48, 1, torch.float16)])
 def test_merge_norm_equals_the_oracle(T, D, Y, dtype, weighted, monkeypatch):
     def actual_read(*leaves):
         weight, (mix, lse, *y) = (leaves[0], leaves[1:]) if weighted else (None, leaves)
