@@ -150,6 +150,19 @@ def test_compiled_makes_the_logits_once():
     torch.testing.assert_close(weight.grad, gradients(plain(hidden, weight, targets, 0.1), weight)[0], **CLOSE)
 
 
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_compiled_with_frozen_inputs(frozen):
+    """As beside an adapter, where the head is not trained."""
+    hidden, weight, targets = inputs(torch.float32)
+    {"hidden": hidden, "weight": weight}[frozen].requires_grad_(False)
+    trained = weight if frozen == "hidden" else hidden
+    compiled = torch.compile(chunked_cross_entropy, backend="aot_eager", fullgraph=True)
+    ours = gradients(compiled(hidden, weight, targets, 0.1, 4), trained)[0]
+    torch.testing.assert_close(ours, gradients(plain(hidden, weight, targets, 0.1), trained)[0], **CLOSE)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(hidden, weight, targets, 0.1, 4), plain(hidden, weight, targets, 0.1))
+
+
 def test_lora_beside_the_head():
     torch.manual_seed(0)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
