@@ -27,9 +27,9 @@ test-versions: install
 bench: install
 	$(RUN)/python benchmarks/memory.py
 	$(RUN)/python benchmarks/depth_read.py --repeats 2
-	$(RUN)/python benchmarks/train_step.py --repeats 2 --compiled-rows "sliced N=8 r=64"
+	$(RUN)/python benchmarks/train_step.py --repeats 2 --compiled-rows sliced-n8-r64
 	$(RUN)/python benchmarks/prefill.py --repeats 2 --modes eager
-	$(RUN)/python benchmarks/decode.py --repeats 8 --compiled-rows "sliced N=8 r=64"
+	$(RUN)/python benchmarks/decode.py --repeats 8 --compiled-rows sliced-n8-r64
 
 lint: install
 	$(RUN)/ruff check .

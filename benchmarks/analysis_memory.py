@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from processes import machine, measure
+from harness import machine
+from processes import measure
 
 
 ANALYZE = "import sys; from lr_attnres.cli import main; sys.exit(main(['analyze', *sys.argv[1:]]))"
@@ -29,7 +30,8 @@ def main() -> None:
         for tokens in options.tokens:
             output = ["--output", f"{work}/{tokens}", "--max-tokens", str(tokens)]
             report[f"{tokens:,} tokens"] = measure(ANALYZE, str(model), "--data", "sotu", *output)
-            analysis = json.loads((Path(work) / f"{tokens}/sliced_n_4_r_16/analysis.json").read_text())
+            (path,) = Path(work, str(tokens)).glob("*/analysis.json")
+            analysis = json.loads(path.read_text())
             assert tokens - 256 < analysis["tokens"] <= tokens, analysis["tokens"]
     print(json.dumps(report, indent=2))
 

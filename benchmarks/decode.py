@@ -1,4 +1,4 @@
-"""Decoding token by token with the KV cache at the paper's size, batch 1, eager and compiled."""
+"""Decoding token by token with the KV cache at the paper's width and depth, batch 1, eager and compiled."""
 
 import torch
 from harness import PAPER_WIDTH, build, cut_at_linears, mark_linears, share_parameters, time_rows, timing_parser

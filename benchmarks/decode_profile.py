@@ -8,7 +8,17 @@ import time
 
 import torch
 from decode import new_cache
-from harness import CONTROL, PAPER_WIDTH, build, interleave, parser, report, share_parameters, total
+from harness import (
+    CONTROL,
+    PAPER_WIDTH,
+    build,
+    check_against_naive_read,
+    interleave,
+    parser,
+    report,
+    share_parameters,
+    total,
+)
 
 from lr_attnres.depth_read import LRAttnResDepthRead
 
@@ -56,9 +66,10 @@ def take(step) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    arguments = parser(__doc__, repeats=60, rows=("standard", "sliced N=8 r=64", "sliced full r=64"))
+    arguments = parser(__doc__, repeats=60, rows=("standard", "sliced-n8-r64", "sliced-full-r64"))
     arguments.add_argument("--layers", type=int, default=24)
     args = arguments.parse_args()
+    check_against_naive_read(args.rows)
     steps = {row: decode_step(row, args.layers) for row in dict.fromkeys(["standard", *args.rows])}
     steps[CONTROL] = decode_step("standard", args.layers)
     columns: dict[str, dict[str, float]] = {kind: {} for kind in (*KINDS.values(), "start", "rest")}

@@ -41,7 +41,7 @@ def source_reads(sites: list[DepthSite]) -> int:
 
 def main() -> None:
     arguments = parser(__doc__, repeats=5)
-    arguments.set_defaults(rows=[row for row in ROWS if "N=4" not in row and "Qwen3" not in row])
+    arguments.set_defaults(rows=[row for row in ROWS if "-n4-" not in row and "Qwen3" not in row])
     arguments.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
     arguments.add_argument("--tokens", type=int, default=256)
     args = arguments.parse_args()
@@ -56,7 +56,8 @@ def main() -> None:
         sites = DepthSite.schedule(2 * layers, num_blocks)
         reads[f"{sources}, two phases"].append(source_reads(sites))
         reads[f"{sources}, naive"].append(sum(site.num_completed + 1 for site in sites))
-    settings = {"tokens": args.tokens, "pass": "forward and backward", "layers": args.layers, "source_reads": reads}
+    settings = {"tokens": args.tokens, "repeats": args.repeats, "pass": "forward and backward"}
+    settings |= {"layers": args.layers, "source_reads": reads}
     report("depth_read", settings, columns, "ms", args.output)
 
 

@@ -29,26 +29,27 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
 from lr_attnres.depth_read import LRAttnResDepthRead
 from lr_attnres.depth_routing import naive_depth_read
+from lr_attnres.variants import variant_fields
 
 
 PAPER_WIDTH = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
-ROWS = {
-    "standard": {"residual_type": "standard"},
-    "sliced N=4 r=64": {"residual_type": "sliced", "num_depth_blocks": 4, "depth_key_rank": 64},
-    "sliced N=8 r=64": {"residual_type": "sliced", "num_depth_blocks": 8, "depth_key_rank": 64},
-    "sliced full r=64": {"residual_type": "sliced", "num_depth_blocks": None, "depth_key_rank": 64},
-    "projected N=4 r=32": {"residual_type": "projected", "num_depth_blocks": 4, "depth_key_rank": 32},
-    "projected N=8 r=32": {"residual_type": "projected", "num_depth_blocks": 8, "depth_key_rank": 32},
-    "projected full r=32": {"residual_type": "projected", "num_depth_blocks": None, "depth_key_rank": 32},
-    "attnres N=8": {"residual_type": "attnres", "num_depth_blocks": 8},
-    "attnres full": {"residual_type": "attnres", "num_depth_blocks": None},
-    "sliced full r=64, naive read": {"residual_type": "sliced", "num_depth_blocks": None, "depth_key_rank": 64},
-    "attnres full, naive read": {"residual_type": "attnres", "num_depth_blocks": None},
-    "Qwen3ForCausalLM": None,
-}
+VARIANTS = [
+    "standard",
+    "sliced-n4-r64",
+    "sliced-n8-r64",
+    "sliced-full-r64",
+    "projected-n4-r32",
+    "projected-n8-r32",
+    "projected-full-r32",
+    "attnres-n8",
+    "attnres-full",
+]
+ROWS = {name: variant_fields(name) for name in VARIANTS}
+ROWS |= {f"{name}, naive read": ROWS[name] for name in ("sliced-full-r64", "attnres-full")}
+ROWS["Qwen3ForCausalLM"] = None
 CONTROL = "standard, again"
 PRODUCTS, ATTENTION, OTHER = "products", "attention", "other"  # kinds of operators
-COMPARED = [row for row in ROWS if "N=4" not in row and row != "sliced full r=64, naive read"]
+COMPARED = [row for row in ROWS if "-n4-" not in row and row != "sliced-full-r64, naive read"]
 
 
 class NaiveDepthRead(LRAttnResDepthRead):
@@ -172,14 +173,14 @@ def cut(now: int, spans: list[tuple[int, int, str]]) -> Parts:
     """Spans (start, end, what it is). A product or attention is one part, from its start to its end, whatever it
     calls; around them, what happens up to the end of each other operator is one."""
     inside = 0
-    marks, parts = [], []
+    ends, parts = [], []
     for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         if name != OTHER and start >= inside:
             inside = end
-            marks += [(start, OTHER), (end, name)]
+            ends += [(start, OTHER), (end, name)]
         elif end > inside:
-            marks.append((end, OTHER))
-    for end, name in sorted(marks):
+            ends.append((end, OTHER))
+    for end, name in sorted(ends):
         parts.append((name, 1e-9 * (end - now)))
         now = end
     return parts
@@ -255,25 +256,23 @@ def compare(
         steps = {row: make_step(row, mode == "compiled") for row in chosen}
         time_parts = eager_cut if mode == "eager" else cut_at_operators
         steps[CONTROL] = make_step("standard", mode == "compiled")
-        as_timed = interleave(steps, repeats, time_parts)
-        settled = settle(as_timed)
-        for title, times in ((mode, settled), (f"{mode}, as timed", as_timed)):
-            columns[title] = relative({row: total(parts) for row, parts in times.items()})
+        times = interleave(steps, repeats, time_parts)
+        settled, as_timed = faster_first(settle(times)), faster_first(times)
+        columns[mode] = {row: total(parts) / total(settled["standard"]) for row, parts in settled.items()}
+        columns[f"{mode}, as timed"] = {row: total(own) / total(as_timed["standard"]) for row, own in as_timed.items()}
         for kind in (PRODUCTS, ATTENTION, OTHER):
             own = {row: total([part for part in parts if part[0].startswith(kind)]) for row, parts in settled.items()}
             if any(own.values()):
-                columns[f"{mode}, {kind}"] = {row: own[row] / total(settled["standard"]) for row in columns[mode]}
+                columns[f"{mode}, {kind}"] = {row: own[row] / total(settled["standard"]) for row in own}
         torch.compiler.reset()
     return columns
 
 
-def relative(seconds: dict[str, float]) -> dict[str, float]:
-    """Ratios to `standard`; of its two timings the smaller one counts, the larger one is the control."""
-    both = sorted((seconds["standard"], seconds[CONTROL]))
-    ordered = {"standard": both[0], CONTROL: both[1]} | {
-        row: seconds[row] for row in seconds if row not in ("standard", CONTROL)
-    }
-    return {row: value / both[0] for row, value in ordered.items()}
+def faster_first(times: dict[str, Parts]) -> dict[str, Parts]:
+    """Of the two copies of `standard` the faster one counts as it, the slower one is the control."""
+    copies = sorted((times["standard"], times[CONTROL]), key=total)
+    others = {row: parts for row, parts in times.items() if row not in ("standard", CONTROL)}
+    return dict(zip(("standard", CONTROL), copies)) | others
 
 
 def at_least_one(text: str) -> int:
@@ -282,10 +281,12 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def parser(description: str, repeats: int, rows: Iterable[str] = tuple(ROWS)) -> argparse.ArgumentParser:
+def parser(description: str, repeats: int | None, rows: Iterable[str] = tuple(ROWS)) -> argparse.ArgumentParser:
+    """`repeats` is None where nothing is timed: no such option."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--rows", nargs="+", default=list(rows), choices=list(rows), metavar="ROW")
-    result.add_argument("--repeats", type=at_least_one, default=repeats)
+    if repeats is not None:
+        result.add_argument("--repeats", type=at_least_one, default=repeats)
     result.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
     return result
 
@@ -308,16 +309,33 @@ def time_rows(
     args: argparse.Namespace,
     eager_cut: Callable[[Callable[[], None]], Parts] = cut_at_operators,
 ) -> None:
-    """What the timing benchmarks have in common, once their arguments are known."""
+    """What the timing benchmarks have in common, once their arguments are known. A mode that is not timed keeps the
+    columns that it has in the report of an earlier run."""
     rows = list(dict.fromkeys([*args.rows, *(args.compiled_rows or [])]))
     check_against_naive_read(rows)
     timed = {"eager": args.rows, "compiled": args.compiled_rows or args.rows}
     modes = {mode: timed[mode] for mode in args.modes}
-    columns = compare(
+    repeats, earlier = other_modes(name, args)
+    columns = earlier | compare(
         lambda row, compiled: make_step(row, args.layers, args.tokens, compiled), rows, modes, args.repeats, eager_cut
     )
-    settings = {"layers": args.layers, "tokens": args.tokens, "repeats": args.repeats}
+    settings = {"layers": args.layers, "tokens": args.tokens, "repeats": repeats | dict.fromkeys(modes, args.repeats)}
     report(name, settings, columns, "of standard", args.output, baseline=None)
+
+
+def other_modes(name: str, args: argparse.Namespace) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
+    """Repeats and columns of the modes that are not timed now, from a report on this machine with the same sizes."""
+    path = args.output / f"{name}.json"
+    content = json.loads(path.read_text()) if path.exists() else {}
+    settings = content.get("settings", {})
+    found = [content.get("benchmark"), content.get("machine"), settings.get("layers"), settings.get("tokens")]
+    if found != [name, machine(), args.layers, args.tokens]:
+        return {}, {}
+    repeats = {mode: number for mode, number in settings["repeats"].items() if mode not in args.modes}
+    columns = {title: column for title, column in content["columns"].items() if title.split(",")[0] in repeats}
+    if repeats:
+        print(f"kept from {path}: {', '.join(repeats)}", file=sys.stderr, flush=True)
+    return repeats, columns
 
 
 def machine() -> dict[str, object]:

@@ -22,7 +22,7 @@ def saved_bytes(row: str, layers: int, tokens: int) -> float:
 
 
 def main() -> None:
-    arguments = parser(__doc__, repeats=1)
+    arguments = parser(__doc__, repeats=None)
     arguments.add_argument("--layers", type=int, default=8)
     arguments.add_argument("--tokens", type=int, default=512)
     args = arguments.parse_args()

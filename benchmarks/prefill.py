@@ -1,4 +1,4 @@
-"""Prefill of a prompt without gradients at the paper's size, batch 1, eager and compiled."""
+"""Prefill of a prompt without gradients at the paper's width and depth, batch 1, eager and compiled."""
 
 import torch
 from harness import PAPER_WIDTH, build, share_parameters, time_rows, timing_parser

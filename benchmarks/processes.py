@@ -1,14 +1,10 @@
-"""What the memory benchmarks share: time and peak memory of a step in a process of its own, and the machine."""
+"""What the memory benchmarks share: time and peak memory of a step in a process of its own."""
 
 import os
-import platform
 import shlex
 import subprocess
 import sys
 import time
-
-import torch
-import transformers
 
 
 def measure(script: str, *arguments: str) -> dict[str, float]:
@@ -23,11 +19,3 @@ def measure(script: str, *arguments: str) -> dict[str, float]:
     seconds = time.perf_counter() - start
     cpu = usage.ru_utime + usage.ru_stime
     return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak_gb": round(usage.ru_maxrss / 1e6, 3)}
-
-
-def machine() -> dict[str, str]:
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }

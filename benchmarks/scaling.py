@@ -19,8 +19,8 @@ from harness import (
 )
 
 
-COLOURS = {"standard": "#000000", "sliced N=8 r=64": "#0072B2", "sliced full r=64": "#D55E00"}
-NAIVE = "sliced full r=64, naive read"
+COLOURS = {"standard": "#000000", "sliced-n8-r64": "#0072B2", "sliced-full-r64": "#D55E00"}
+NAIVE = "sliced-full-r64, naive read"
 
 
 def step_of(row: str, layers: int, tokens: int):

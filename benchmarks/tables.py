@@ -8,6 +8,7 @@ from typing import Any
 
 
 RESULTS = Path(__file__).parent / "results"
+MODES = ("eager", "compiled")
 Columns = dict[str, dict[str, float]]  # title -> row -> measurement
 
 
@@ -27,22 +28,31 @@ def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
+def whole_steps(kind: str = "") -> Columns:
+    steps = {"training": columns_of("train_step"), "prefill": columns_of("prefill"), "decoding": columns_of("decode")}
+    return {
+        f"{step}, {mode}": columns[mode + kind]
+        for step, columns in steps.items()
+        for mode in MODES
+        if mode + kind in columns
+    }
+
+
 def times() -> list[str]:
     """Whole steps, as ratios to `standard`."""
-    names = {"train_step": "training", "prefill": "prefill", "decode": "decoding"}
-    return table(
-        {
-            f"{title}, {mode}": column
-            for name, title in names.items()
-            for mode, column in columns_of(name).items()
-            if mode in ("eager", "compiled")
-        }
-    )
+    return table(whole_steps())
+
+
+def as_timed() -> list[str]:
+    """The same steps, before products and attention of the same shapes are made to count alike."""
+    return table(whole_steps(", as timed"))
 
 
 def parts() -> list[str]:
     """What a training step spends on each kind of operator, as a part of the step of `standard`."""
-    return table({title: column for title, column in columns_of("train_step").items() if ", " in title})
+    titles = [f"{mode}, {kind}" for mode in MODES for kind in ("products", "attention", "other")]
+    columns = columns_of("train_step")
+    return table({title: columns[title] for title in titles})
 
 
 def decoding() -> list[str]:
@@ -51,17 +61,17 @@ def decoding() -> list[str]:
 
 
 def other_runs() -> list[str]:
-    """Every other run that was kept, as timed: one a line."""
-    shown = ["standard, again", "sliced N=4 r=64", "projected N=4 r=32", "sliced N=8 r=64", "sliced full r=64"]
-    shown += ["attnres full", "Qwen3ForCausalLM"]
+    """Every other run of these steps that was kept, as timed: one a line."""
+    shown = ["standard, again", "sliced-n4-r64", "projected-n4-r32", "sliced-n8-r64", "sliced-full-r64"]
+    shown += ["attnres-full", "Qwen3ForCausalLM"]
     lines = ["| run | repeats | " + " | ".join(shown) + " |", "| --- " * (2 + len(shown)) + "|"]
     for path in sorted((RESULTS / "other_runs").glob("*.json")):
         result = load(f"other_runs/{path.stem}")
-        for mode in ("eager", "compiled"):
+        for mode in MODES:
             if column := result["columns"].get(f"{mode}, as timed", result["columns"].get(mode)):
                 ratios = (f"{column[row]:.3f}" if row in column else "-" for row in shown)
-                name = path.stem.rsplit("_", 1)[0]
-                lines.append(f"| {name}, {mode} | {result['settings']['repeats']} | " + " | ".join(ratios) + " |")
+                cells = [f"{result['benchmark']}, {mode}", str(result["settings"]["repeats"][mode]), *ratios]
+                lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
@@ -74,6 +84,17 @@ def pretrained_classes() -> list[str]:
             for name, column in columns.items()
         }
     )
+
+
+def other_class_runs() -> list[str]:
+    """`standard` as a ratio to Transformers' class in every other run that was kept, as timed."""
+    columns: Columns = {"Llama": {}, "Qwen3": {}}
+    for path in sorted((RESULTS / "other_runs").glob("upgrade_speed_*.json")):
+        run = columns_of(f"other_runs/{path.stem}")
+        for source, ratios in columns.items():
+            seconds = run.get(f"{source}, as timed", run[source])
+            ratios[path.stem] = seconds["standard"] / seconds["Transformers"]
+    return table(columns, head="run")
 
 
 def growth() -> list[str]:
@@ -112,7 +133,8 @@ def kernels() -> list[str]:
     return lines
 
 
-TABLES = (times, parts, decoding, other_runs, pretrained_classes, growth, depth_growth, source_reads, memory, kernels)
+TABLES = (times, as_timed, parts, decoding, other_runs, pretrained_classes, other_class_runs)
+TABLES += (growth, depth_growth, source_reads, memory, kernels)
 
 
 PAGES = [Path(__file__).parents[1] / name for name in ("docs/performance.md", "README.md")]

@@ -11,5 +11,5 @@ def train_step(row: str, layers: int, tokens: int, compiled: bool):
 
 if __name__ == "__main__":
     arguments = timing_parser(__doc__, repeats=5, layers=8, tokens=512)
-    arguments.set_defaults(rows=["sliced N=4 r=64", "projected N=4 r=32", *COMPARED])
+    arguments.set_defaults(rows=["sliced-n4-r64", "projected-n4-r32", *COMPARED])
     time_rows("train_step", train_step, arguments.parse_args())

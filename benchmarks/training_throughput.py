@@ -6,13 +6,13 @@ step of the loop is all that happens between two bare ones: reading data, gradie
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from harness import machine
 
 from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.losses import use_chunked_loss
@@ -82,16 +82,14 @@ def main() -> None:
         args.eval_steps = args.save_steps = args.entropy_steps = options.steps + 1
         seconds = measure(args)
     settings = sizes | {"steps": args.steps, "batch_tokens": args.batch_tokens, "micro_batch_size": 4}
-    machine = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    machine["torch"] = torch.__version__
-    print(f"\ntraining_throughput: {settings}\n{machine}")
+    print(f"\ntraining_throughput: {settings}\n{machine()}")
     report = {}
     for name, summarise in {"median": statistics.median, "min": min}.items():
         loop, bare = summarise(seconds["loop"]), summarise(seconds["bare"])
         report[name] = {"loop": loop, "bare": bare, "ratio": loop / bare}
         print(f"{name:8s}loop {loop:.4f} s   bare {bare:.4f} s   ratio {loop / bare:.3f}")
     options.output.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": "training_throughput", "settings": settings, "machine": machine, "seconds": report}
+    content = {"benchmark": "training_throughput", "settings": settings, "machine": machine(), "seconds": report}
     (options.output / "training_throughput.json").write_text(json.dumps(content, indent=2) + "\n")
 
 

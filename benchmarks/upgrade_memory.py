@@ -10,7 +10,8 @@ import json
 import tempfile
 from pathlib import Path
 
-from processes import machine, measure
+from harness import machine
+from processes import measure
 
 
 WRITE = """

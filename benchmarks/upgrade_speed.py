@@ -11,14 +11,11 @@ from harness import PAPER_WIDTH, interleave, parser, pool, report, settle, share
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lr_attnres.upgrade import load_upgraded
+from lr_attnres.variants import variant_fields
 
 
 SOURCES = {"Llama": (LlamaConfig, LlamaForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-UPGRADES = {
-    "standard": {"residual_type": "standard"},
-    "sliced N=8 r=64": {"residual_type": "sliced", "num_depth_blocks": 8, "depth_key_rank": 64},
-    "projected N=8 r=32": {"residual_type": "projected", "num_depth_blocks": 8, "depth_key_rank": 32},
-}
+UPGRADES = ("standard", "sliced-n8-r64", "projected-n8-r32")
 
 
 def steps_of(name: str, rows: list[str], layers: int, tokens: int, compiled: bool) -> dict:
@@ -26,10 +23,10 @@ def steps_of(name: str, rows: list[str], layers: int, tokens: int, compiled: boo
     config_class, model_class = SOURCES[name]
     sizes = PAPER_WIDTH | {"vocab_size": 8192, "num_hidden_layers": layers, "num_key_value_heads": 4, "head_dim": 64}
     source, input_ids = model_class(config_class(**sizes)), torch.randint(0, 8192, (1, tokens))
-    models = {"Transformers": source} | {row: load_upgraded(source, **UPGRADES[row]) for row in rows}
+    models = {"Transformers": source} | {row: load_upgraded(source, **variant_fields(row)) for row in rows}
     models |= {
         "Transformers, again": copy.deepcopy(source),
-        "standard, again": load_upgraded(source, **UPGRADES["standard"]),
+        "standard, again": load_upgraded(source, **variant_fields("standard")),
     }
     with torch.no_grad():
         expected = source(input_ids).logits
@@ -40,7 +37,7 @@ def steps_of(name: str, rows: list[str], layers: int, tokens: int, compiled: boo
 
 
 def main() -> None:
-    arguments = parser(__doc__, repeats=9, rows=list(UPGRADES))
+    arguments = parser(__doc__, repeats=9, rows=UPGRADES)
     arguments.add_argument("--layers", type=int, default=8)
     arguments.add_argument("--tokens", type=int, default=512)
     arguments.add_argument("--sources", nargs="+", choices=list(SOURCES), default=list(SOURCES))
@@ -53,7 +50,7 @@ def main() -> None:
         columns[name] = {row: total(parts) for row, parts in settle(times).items()}
         columns[f"{name}, as timed"] = {row: total(parts) for row, parts in times.items()}
         torch.compiler.reset()
-    settings = {"layers": args.layers, "tokens": args.tokens, "compiled": args.compiled}
+    settings = {"layers": args.layers, "tokens": args.tokens, "repeats": args.repeats, "compiled": args.compiled}
     report("upgrade_speed", settings, columns, "s", args.output, baseline="Transformers")
 
 

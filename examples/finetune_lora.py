@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_model import save_tiny_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import lr_attnres  # noqa: F401  (registers the Auto classes)
 from lr_attnres.data import PackedTokens, prepare
@@ -90,6 +90,7 @@ def main() -> None:
         print(f"validation loss {before:.3f} -> {after:.3f}")
         merged = PeftModel.from_pretrained(load(base), arguments.output / "adapter").merge_and_unload()
         merged.save_pretrained(arguments.output / "merged")
+        AutoTokenizer.from_pretrained(base).save_pretrained(arguments.output / "merged")
         print(f"adapter in {arguments.output / 'adapter'}, merged model in {arguments.output / 'merged'}")
 
 

@@ -1,6 +1,6 @@
 """Evaluate a saved folder with lm-evaluation-harness, on a small task of one's own.
 
-    pip install "lr-attnres[eval]"
+    pip install ".[eval]"
     python examples/lm_eval_harness.py [FOLDER]      (without FOLDER: a tiny random model)
 
 `import lr_attnres` makes the harness know the model. Its own command line works too, on anything pushed to the Hub:

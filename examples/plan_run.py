@@ -3,25 +3,21 @@
 python examples/plan_run.py                  everything that docs/training_at_scale.md quotes (about a minute)
 python examples/plan_run.py --only compute   one part: compute, speed, memory or growth
 
-Operations come from `lr_attnres.cost` and the shapes of the decoder. What the backward keeps is counted by running the
-real model on tensors without contents (FakeTensor), in fp32 weights under bf16 autocast, with attention that keeps
-what flash attention keeps. Nothing here is measured on a GPU.
+The figures are worked out in `run_needs.py`. Nothing here is measured on a GPU.
 """
 
 import argparse
 from collections.abc import Iterator
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface
+from run_needs import ROW, activation_bytes, loss_bytes, parameters, state_bytes, training_flops
 
-from lr_attnres import LRAttnResConfig, LRAttnResModel
+from lr_attnres import LRAttnResConfig
 from lr_attnres.cost import depth_cost
-from lr_attnres.training_arguments import variant_fields
+from lr_attnres.variants import variant_fields
 
 
 VARIANTS = ["standard", "sliced-n8-r64", "projected-n8-r32", "sliced-full-r64", "attnres-full"]
-TOKENS, ROW, MICRO_BATCH = 10e9, 2048, 8
+TOKENS, MICRO_BATCH = 10e9, 8
 PEAK = {"A100": 312e12, "H100": 989e12}  # dense bf16 operations per second, from the vendor's data sheets
 LINK = 50e9  # bytes per second and direction of a GPU to the other nodes: 400 Gbit/s
 SIZES = {
@@ -33,73 +29,6 @@ GIB = 2**30
 
 def config_of(variant: str, size: str = "0.5B") -> LRAttnResConfig:
     return LRAttnResConfig(**SIZES[size], **variant_fields(variant))
-
-
-def parameters(config: LRAttnResConfig) -> tuple[int, int]:
-    """All of them, and those that Muon trains: the matrices inside the layers."""
-    cost, embedding = depth_cost(config), config.vocab_size * config.hidden_size
-    outside_layers = cost.added_parameters - cost.key_projection_macs  # the queries
-    if config.residual_type == "projected":
-        outside_layers += config.depth_key_rank * config.hidden_size
-    total = cost.core_macs + 2 * embedding + cost.added_parameters
-    return total, cost.core_macs + cost.added_parameters - outside_layers
-
-
-def training_flops(config: LRAttnResConfig) -> int:
-    """Per token, forward and backward: 6 per multiply-add. Attention scores count as causal over a whole row."""
-    cost = depth_cost(config)
-    scores = config.num_hidden_layers * config.num_attention_heads * config.head_dim * ROW
-    return 6 * (cost.core_macs + cost.total_macs + config.vocab_size * config.hidden_size + scores)
-
-
-def state_bytes(config: LRAttnResConfig) -> int:
-    """fp32 weights and gradients; Muon keeps one fp32 number per weight, AdamW two."""
-    total, muon = parameters(config)
-    return 8 * total + 4 * muon + 8 * (total - muon)
-
-
-def loss_bytes(config: LRAttnResConfig, tokens: int) -> int:
-    """A chunk of fp32 logits and its bf16 copy, and the bf16 copy of the head; its gradient is in the states."""
-    chunk = max(128, -(-tokens // 16))
-    return 6 * chunk * config.vocab_size + 2 * config.vocab_size * config.hidden_size
-
-
-class FlashLike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value):
-        output, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, lse)
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise NotImplementedError("this attention only counts memory")
-
-
-def kept_as_flash(module, query, key, value, attention_mask, **kwargs):
-    return FlashLike.apply(query, key, value).transpose(1, 2).contiguous(), None
-
-
-def kept_bytes_per_token(config: LRAttnResConfig, checkpointing: bool = False) -> float:
-    """What autograd keeps of the layers, weights and their bf16 copies apart."""
-    AttentionInterface.register("counted", kept_as_flash)
-    config._attn_implementation = "counted"
-    totals = []
-    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        model = LRAttnResModel(config).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        for tokens in (64, 128):
-            storages = {}
-            with torch.autograd.graph.saved_tensors_hooks(lambda x, s=storages: _note(x, s), lambda x: x):
-                model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-            totals.append(sum(storage.nbytes() for storage in storages.values()))
-    return (totals[1] - totals[0]) / 64  # what does not grow with the tokens falls out
-
-
-def _note(tensor: torch.Tensor, storages: dict) -> torch.Tensor:
-    storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-    return tensor
 
 
 def table(header: str, rows: Iterator[str]) -> list[str]:
@@ -126,12 +55,6 @@ def speed() -> list[str]:
         shares = [f"{100 * rate * flops / peak:.1f} %" for peak in PEAK.values()]
         rows.append(f"{gpus} | {rate:,.0f} | " + " | ".join(shares))
     return table("GPUs | tokens per second and GPU | " + " | ".join(f"of an {name}'s peak" for name in PEAK), rows)
-
-
-def activation_bytes(config: LRAttnResConfig, tokens: int) -> tuple[float, float]:
-    """Without and with checkpointing, which keeps the input of each layer and makes one layer's activations again."""
-    kept, inputs = (tokens * kept_bytes_per_token(config, on) for on in (False, True))
-    return kept, inputs + kept / config.num_hidden_layers
 
 
 def memory_row(variant: str) -> str:

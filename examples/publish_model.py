@@ -5,7 +5,6 @@ python examples/publish_model.py [FOLDER]      (without FOLDER: a tiny random mo
 
 import sys
 import tempfile
-from pathlib import Path
 
 from tiny_model import save_tiny_model
 
@@ -15,9 +14,6 @@ from lr_attnres.model_card import model_card, write_provenance
 
 
 def main(folder: str) -> None:
-    # What `push` cannot know. `lr-attnres convert` writes this file too.
-    if not (Path(folder) / "provenance.json").exists():
-        write_provenance(folder, license="apache-2.0", language=["en"], recipe={"weights": "random"})
     push(folder, "owner/name", dry_run=True)
     print("\nThe card:\n")
     print(model_card(folder, LRAttnResConfig.from_pretrained(folder), "name", "owner/name"))
@@ -29,4 +25,6 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as folder:
             save_tiny_model(folder)
+            # What `push` cannot know. `lr-attnres train`, `convert` and `upgrade` write this file too.
+            write_provenance(folder, license="apache-2.0", language=["en"], recipe={"weights": "random"})
             main(folder)

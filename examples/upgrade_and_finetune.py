@@ -1,7 +1,7 @@
 """Upgrade a small pretrained Llama, then let it learn to route: queries alone, queries beside LoRA, or everything.
 
 A Llama is trained on early addresses to Congress and upgraded without changing a prediction. Later addresses are the
-text to fine-tune on, with a plain loop and with TRL's SFTTrainer (`pip install "lr-attnres[finetune]"`). The queries
+text to fine-tune on, with a plain loop and with TRL's SFTTrainer (`pip install ".[finetune]"`). The queries
 get a learning rate of their own: they start at zero. About a minute on a CPU:
 
     python examples/upgrade_and_finetune.py [--pretrain-steps 150] [--steps 40]

@@ -19,14 +19,11 @@ from .configuration_lr_attnres import LRAttnResConfig
 from .cost import depth_cost
 from .depth_routing import depth_block_ends
 from .loading import load_config, load_language_model
-from .losses import use_chunked_loss
-from .metrics import read_metrics
+from .losses import evaluation_mode, num_targets
+from .metrics import METRICS_FILE, read_metrics
 from .model_folder import check_absent, staged_folder
 from .modeling_lr_attnres import LRAttnResForCausalLM
 from .variants import variant_name
-
-
-METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass
@@ -145,15 +142,15 @@ def analyze_model(
     bar: tqdm | None = None,
 ) -> DepthAnalysis:
     """`batches` are dicts of `input_ids`, `position_ids` and `labels`, each int64 [B, T]."""
+    name = name or variant_name(model.config)
     gradient_norm = average_gradient_norm(source)  # a damaged file is refused before the work
-    use_chunked_loss(model)
     routing, loss, num_labels = _Routing(model.config), 0.0, 0
-    with _Magnitudes(model) as magnitudes:
+    with evaluation_mode(model), _Magnitudes(model) as magnitudes:
         for batch in batches:
             batch = {key: value.to(model.device) for key, value in batch.items()}
             outputs = model(**batch, output_depth_weights=True, use_cache=False, num_items_in_batch=1)
             loss += outputs.loss.double().item()
-            num_labels += int((batch["labels"][:, 1:] != -100).sum())
+            num_labels += int(num_targets(batch["labels"]))
             routing.add(outputs.depth_weights, batch["position_ids"])
             if bar is not None:
                 bar.update(batch["input_ids"].numel())
@@ -163,7 +160,7 @@ def analyze_model(
         raise ValueError(f"the loss of {name} is {loss}: weights are damaged, or too large for --dtype.")
     tensors = routing.means() | {"output_magnitude": magnitudes.means(), "query_norms": _query_norms(model)}
     return DepthAnalysis(
-        name=name or variant_name(model.config),
+        name=name,
         source=source,
         residual_type=model.config.residual_type,
         num_layers=model.config.num_hidden_layers,

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .hub_errors import explain_os_error
+from .errors import explain_os_error
 
 
 logger = logging.get_logger(__name__)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from . import LRAttnResConfig, __version__
 from .clean_process import CleanProcessError
 from .configuration_lr_attnres import ResidualType
-from .hub_errors import HubError, explain_field_error, explain_os_error, one_line
+from .errors import HubError, explain_field_error, explain_os_error, one_line
 
 
 DTYPES = ["float32", "bfloat16", "float16"]

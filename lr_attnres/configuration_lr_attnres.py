@@ -147,6 +147,11 @@ class LRAttnResConfig(PreTrainedConfig):
         assert self.num_key_value_heads is not None and self.head_dim is not None
         return self.num_key_value_heads, self.head_dim
 
+    @property
+    def has_full_sources(self) -> bool:
+        """Whether every sub-layer is a source of its own: without blocks, or with as many as there are sub-layers."""
+        return self.num_depth_blocks is None or self.num_depth_blocks >= 2 * self.num_hidden_layers
+
     def validate_architecture(self) -> None:
         """Part of the `@strict` validation, at construction and before saving."""
         self._check_sizes()

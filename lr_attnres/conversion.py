@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .clean_process import probe_tokens
 from .configuration_lr_attnres import LRAttnResConfig
-from .hub_errors import explain_field_error
+from .errors import explain_field_error
 from .loading import LoadingError, load_tokenizer
 from .model_card import model_card, write_provenance
 from .model_folder import check_absent, compare_logits, staged_folder

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .documents import Documents, open_documents
-from .hub_errors import one_line
+from .errors import one_line
 from .tokenizer import MIN_VOCAB_SIZE, cl100k_tokenizer, train_tokenizer
 
 
@@ -431,8 +431,8 @@ def load_data_tokenizer(folder: str | os.PathLike) -> PreTrainedTokenizerBase:
         if not folder.is_dir():
             raise FileNotFoundError("there is no such folder")
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+    except Exception as error:  # `tokenizers` raises nothing more special
+        reason = one_line(error).rstrip(".")
         raise ValueError(f"the tokenizer {folder} cannot be loaded ({reason}): prepare the data again.") from error
 
 

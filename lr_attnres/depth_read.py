@@ -48,7 +48,7 @@ def emit(config: LRAttnResConfig, value: torch.Tensor, key: torch.Tensor | None 
     its routing key, or a value and a key [B, T, R]."""
     if key is None:
         return [value]
-    if config.num_depth_blocks is None or config.num_depth_blocks >= 2 * config.num_hidden_layers:
+    if config.has_full_sources:
         return [value, key]  # nothing is summed: both stay what the projection emitted
     # Keys that are summed into blocks are normalised one by one first. A view would keep the unsummed value alive.
     key = key.contiguous()

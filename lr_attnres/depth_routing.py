@@ -30,15 +30,11 @@ class DepthSite:
 
     index: int  # site `index` reads after this many sub-layers have written
     count: int  # sub-layers in the block that the last of them was written to, itself included
-    block_end: int  # the site after that block's last sub-layer
+    closes_block: bool  # that block is complete now
     num_completed: int  # completed sources before it, the embedding included
     opens_group: bool  # phase 1 happens here, for this site and the rest of its group
     num_older: int  # sources that phase 1 mixed; 1: the embedding alone, which needs no mixing
     group_size: int  # sites left in the group, this one included
-
-    @property
-    def closes_block(self) -> bool:
-        return self.index == self.block_end
 
     @classmethod
     def schedule(cls, num_sublayers: int, num_blocks: int | None) -> list["DepthSite"]:
@@ -57,7 +53,7 @@ class DepthSite:
                 cls(
                     index=index,
                     count=index - max((end for end in ends if end < index), default=0),
-                    block_end=min(end for end in ends if end >= index),
+                    closes_block=index in ends,
                     num_completed=1 + sum(end < index for end in ends),
                     opens_group=opened == index and num_older > 1,
                     num_older=num_older,

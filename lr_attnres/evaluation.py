@@ -2,9 +2,6 @@
 
 import math
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +11,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .batches import flatten_for_flash
-from .data import PackedTokens, check_fits, load_data_tokenizer
-from .loading import LoadingError, load_language_model, load_tokenizer
-from .losses import find_language_model, use_chunked_loss
+from .data import PackedTokens, check_fits
+from .held_out import check_same_tokens
+from .loading import load_language_model
+from .losses import evaluation_mode, num_targets
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ def evaluate(
     num_batches = math.ceil(len(dataset) / batch_size)
     rounds = math.ceil(num_batches / accelerator.num_processes)
     sums = torch.zeros(rounds, 2, dtype=torch.float64)
-    was_training = model.training
-    model.eval()
-    with _plain_cross_entropy(model):
+    with evaluation_mode(model):
         for i in tqdm(range(rounds), unit=" batches", disable=not (progress_bar and accelerator.is_main_process)):
             number = i * accelerator.num_processes + accelerator.process_index
             # A process without a batch of its own joins in with one that does not count: sharded models need all.
@@ -61,7 +57,6 @@ def evaluate(
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
             total = model(**batch, use_cache=False, num_items_in_batch=1).loss
             sums[i] = torch.stack([total.cpu().double(), num_targets(batch["labels"]).cpu().double()])
-    model.train(was_training)
     if accelerator.num_processes > 1:
         sums = accelerator.gather(sums.to(accelerator.device)).cpu()
     loss, tokens = sums.unbind(-1)
@@ -84,34 +79,3 @@ def evaluate_folder(
     check_fits(loaded.config.vocab_size, loaded.config.max_position_embeddings, dataset.manifest)
     check_same_tokens(os.fspath(model), dataset)
     return evaluate(loaded, dataset, accelerator, batch_size, progress_bar=True)
-
-
-def check_same_tokens(model: str, dataset: PackedTokens) -> None:
-    """Raise where the tokenizer beside the model numbers other tokens than that of the data."""
-    try:
-        tokenizer = load_tokenizer(model)
-    except LoadingError as error:
-        print(f"Whether the tokenizer fits the data is not checked: {error}", file=sys.stderr)
-        return
-    if tokenizer.get_vocab() != load_data_tokenizer(dataset.folder).get_vocab():
-        raise ValueError(
-            f"{dataset.folder} was prepared with another tokenizer than that of {model}: prepare the text again with "
-            f"`--tokenizer {model}`."
-        )
-
-
-def num_targets(labels: torch.Tensor) -> torch.Tensor:
-    """Tokens that the loss counts: the model predicts each label from the tokens before it, so never the first."""
-    return (labels[..., 1:] != -100).sum()
-
-
-@contextmanager
-def _plain_cross_entropy(model: torch.nn.Module) -> Iterator[None]:
-    """In chunks, without z-loss."""
-    language_model = find_language_model(model)
-    before = language_model.chunked_loss
-    use_chunked_loss(model)
-    try:
-        yield
-    finally:
-        language_model.chunked_loss = before

@@ -115,7 +115,6 @@ class ExploredModel:
 class View:
     """One side of the comparison: the weights [M, S] of a token in a model."""
 
-    label: str
     title: str
     model: ExploredModel
     weights: torch.Tensor
@@ -221,7 +220,7 @@ class Page:
 
     def view(self, label: str, model: ExploredModel, reading: Reading, index: int) -> View:
         title = f"{label}: token {index} {self.writer.pieces([reading.tokens[index]])[0]!r}"
-        return View(label, f"{title}, {model.name}" if len(self.models) == 2 else title, model, reading.weights[index])
+        return View(f"{title}, {model.name}" if len(self.models) == 2 else title, model, reading.weights[index])
 
 
 def build_page(models: list[ExploredModel]) -> gr.Blocks:

@@ -1,5 +1,6 @@
 """Held-out tokens to measure a model on: the validation rows of a prepared folder, or text tokenized on the way."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -7,9 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .data import PackedTokens, check_fits
+from .data import PackedTokens, check_fits, load_data_tokenizer
 from .documents import open_documents
-from .loading import load_tokenizer
+from .loading import LoadingError, load_tokenizer
 
 
 PIECE_CHARACTERS = 100_000
@@ -23,6 +24,7 @@ def open_rows(
     if len(data) == 1 and (Path(data[0]) / "manifest.json").is_file():
         packed = PackedTokens(data[0], "validation")
         check_fits(config.vocab_size, config.max_position_embeddings, packed.manifest)
+        check_same_tokens(source, packed)
         if sequence_length is not None:
             raise ValueError(f"--sequence-length is for text; {data[0]} has rows of {packed.sequence_length} tokens.")
         return (packed[i] for i in range(len(packed)))
@@ -34,6 +36,20 @@ def open_rows(
             f"--sequence-length is {length}; the context of {source} is {config.max_position_embeddings}: lower it."
         )
     return text_rows(open_documents(data), load_tokenizer(source, config), length)
+
+
+def check_same_tokens(model: str, data: PackedTokens) -> None:
+    """Raise where the tokenizer beside the model numbers other tokens than that of the data."""
+    try:
+        tokenizer = load_tokenizer(model)
+    except LoadingError as error:
+        print(f"Whether the tokenizer fits the data is not checked: {error}", file=sys.stderr)
+        return
+    if tokenizer.get_vocab() != load_data_tokenizer(data.folder).get_vocab():
+        raise ValueError(
+            f"{data.folder} was prepared with another tokenizer than that of {model}: prepare the text again with "
+            f"`--tokenizer {model}`."
+        )
 
 
 def text_rows(

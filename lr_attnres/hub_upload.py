@@ -13,14 +13,15 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
 from . import modeling_lr_attnres
 from .clean_process import load_in_clean_process
 from .configuration_lr_attnres import AUTO_MAP, LRAttnResConfig
-from .hub_errors import HubError, clear_hub_errors, explain_field_error
+from .errors import HubError, clear_hub_errors, explain_field_error
+from .loading import tokenizer_beside
 from .model_card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
 
 
@@ -283,7 +284,7 @@ def push_model(
 
     Without `tokenizer`, the one beside the weights that the model was loaded from is sent, if there is one.
     """
-    tokenizer = tokenizer or _tokenizer_beside(model, token)
+    tokenizer = tokenizer or tokenizer_beside(model, token)
     with tempfile.TemporaryDirectory(prefix="lr-attnres-") as staging:
         model.save_pretrained(staging, max_shard_size=max_shard_size)
         if tokenizer is not None:
@@ -299,12 +300,3 @@ def push_model(
             tags=[*(model.model_tags or []), *(tags or [])],
             token=token,
         )
-
-
-def _tokenizer_beside(model: PreTrainedModel, token: str | None) -> PreTrainedTokenizerBase | None:
-    if not model.name_or_path:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(model.name_or_path, token=token)
-    except (OSError, ValueError):
-        return None

@@ -8,11 +8,11 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .hub_errors import REPO_ID, HubError, clear_hub_errors, explain_field_error, one_line
+from .errors import REPO_ID, HubError, clear_hub_errors, explain_field_error, one_line
 from .modeling_lr_attnres import LRAttnResForCausalLM
 
 
@@ -55,6 +55,16 @@ def load_tokenizer(
     return tokenizer
 
 
+def tokenizer_beside(model: PreTrainedModel, token: str | None = None) -> PreTrainedTokenizerBase | None:
+    """That of the folder or repository that a model in memory was loaded from, if there is one."""
+    if not model.name_or_path:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path, token=token)
+    except (OSError, ValueError):
+        return None
+
+
 def load_language_model(
     source: str | os.PathLike,
     device: str = "auto",
@@ -88,19 +98,27 @@ def load_language_model(
     return model
 
 
+def local_path(source: str | os.PathLike, revision: str | None, error_class: type[ValueError]) -> Path | None:
+    """The file or folder that `source` names, or None if it can only be a Hub repository."""
+    path, name = Path(source), os.fspath(source)
+    if name and path.exists():
+        if revision is not None:
+            raise error_class(f"--revision goes with a Hub repository; {source} is on this machine.")
+        return path
+    if not REPO_ID.fullmatch(name) or name.endswith(".pt"):
+        raise error_class(f"{name!r} is not on this machine, nor a Hub repository of the form owner/name.")
+    return None
+
+
 def _find(source: str | os.PathLike, filename: str, revision: str | None, token: str | None) -> None:
     """Raise if `source` is no folder or Hub repository with this file."""
-    folder, name = Path(source), os.fspath(source)
-    if name and folder.exists():
-        if revision is not None:
-            raise LoadingError(f"--revision goes with a Hub repository; {source} is on this machine.")
+    folder, name = local_path(source, revision, LoadingError), os.fspath(source)
+    if folder is not None:
         if not folder.is_dir():
             raise LoadingError(f"{source} is a file; give the folder of the model.")
         if not (folder / filename).is_file():
             raise LoadingError(f"{source} has no {filename}; give a folder that was saved with a model and tokenizer.")
         return
-    if not REPO_ID.fullmatch(name):
-        raise LoadingError(f"{name!r} is not a folder, nor a Hub repository of the form owner/name.")
     try:
         with clear_hub_errors(name, revision):
             hf_hub_download(name, filename, revision=revision, token=token)

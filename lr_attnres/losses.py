@@ -3,6 +3,8 @@
 Shape letters: T tokens of the batch, C tokens of a chunk, D hidden size, V vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,25 @@ def use_chunked_loss(model: nn.Module, z_loss: float = 0.0, chunk_size: int | No
     language_model = find_language_model(model)
     _check_head(language_model.lm_head)
     language_model.chunked_loss = ChunkedLoss(z_loss, chunk_size)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout, and the plain cross-entropy in chunks, without z-loss; afterwards the model is as it was."""
+    language_model, was_training = find_language_model(model), model.training
+    before = language_model.chunked_loss
+    use_chunked_loss(model)
+    model.eval()
+    try:
+        yield
+    finally:
+        language_model.chunked_loss = before
+        model.train(was_training)
+
+
+def num_targets(labels: torch.Tensor) -> torch.Tensor:
+    """Tokens that the loss counts: the model predicts each label from the tokens before it, so never the first."""
+    return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
 def find_language_model(model: nn.Module) -> Any:

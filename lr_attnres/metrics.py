@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator  # `analyze` reads metrics without it
 
 
+METRICS_FILE = "metrics.jsonl"
+
+
 class Metrics:
     """`with Metrics(...) as metrics:` shows the progress; `advance` after every step, `write` for those to be kept.
 

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .configuration_lr_attnres import LRAttnResConfig
 from .cost import depth_cost
-from .hub_errors import REPO_ID
+from .errors import REPO_ID
 from .variants import variant_name
 
 
@@ -140,8 +140,8 @@ def _variant_section(config: LRAttnResConfig) -> str:
         "vocabulary, context": f"{config.vocab_size:,}, {config.max_position_embeddings:,}",
     }
     if config.residual_type != "standard":
-        blocks = config.num_depth_blocks
-        rows["sources"] = "one per sub-layer (full)" if blocks is None else f"{blocks} blocks of sub-layers"
+        blocks = f"{config.num_depth_blocks} blocks of sub-layers"
+        rows["sources"] = "one per sub-layer (full)" if config.has_full_sources else blocks
         rows["rank of the routing keys"] = str(config.depth_key_rank)
     return f"A decoder-only Transformer with {VARIANTS[config.residual_type]}.\n\n" + _table(("", ""), rows.items())
 

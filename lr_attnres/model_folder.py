@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from .clean_process import CleanProcessError, load_in_clean_process
-from .hub_errors import explain_os_error
+from .errors import explain_os_error
 
 
 class FolderError(ValueError):

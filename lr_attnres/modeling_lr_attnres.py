@@ -126,9 +126,9 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rotary_pos_emb(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # for all heads
     return query * cos + rotate_half(query) * sin, key * cos + rotate_half(key) * sin
 
 
@@ -528,7 +528,8 @@ class LRAttnResForTokenClassification(GenericForTokenClassification, LRAttnResPr
         LRAttnResPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = LRAttnResModel(config)
-        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", 0.1))
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 

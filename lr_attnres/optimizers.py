@@ -71,7 +71,7 @@ class MuonAdamW(Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         _check_algorithm(param_group)
         algorithm = param_group["algorithm"]
-        # Empty while the constructor hands over groups that are filled in; a later group gets its defaults here.
+        # Groups of the constructor have their defaults already; a later one gets them here.
         if algorithm not in self._inner:
             self._inner[algorithm] = ALGORITHMS[algorithm]([dict(param_group)])
         for option, default in self._inner[algorithm].defaults.items():

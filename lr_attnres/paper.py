@@ -49,3 +49,5 @@ PAPER_TABLE = [
     PaperRow("sliced", 8, 64, 2.9480),
     PaperRow("sliced", 16, 64, 2.9494),
 ]
+
+PAPER_VARIANTS = [row.variant for row in PAPER_TABLE]

@@ -20,7 +20,9 @@ from transformers import (
 )
 
 from .clean_process import probe_tokens
-from .hub_errors import REPO_ID, HubError, clear_hub_errors, one_line
+from .errors import REPO_ID, HubError, clear_hub_errors, one_line
+from .loading import local_path, tokenizer_beside
+from .model_card import read_provenance
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -62,11 +64,7 @@ class ModelInMemory:
         return self.tensors[name].detach().cpu().contiguous()
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        place = self.model.name_or_path
-        try:
-            return AutoTokenizer.from_pretrained(place) if place else None
-        except (OSError, ValueError):
-            return None
+        return tokenizer_beside(self.model)
 
     def copy_files(self, folder: Path) -> None:
         self.model.generation_config.save_pretrained(folder)
@@ -133,8 +131,8 @@ class SavedModel:
             return None
         try:
             return AutoTokenizer.from_pretrained(self.folder)
-        except (OSError, ValueError, ImportError) as error:
-            raise UpgradeError(f"The tokenizer of {self.folder} cannot be loaded: {error}") from error
+        except Exception as error:  # `tokenizers` raises nothing more special
+            raise UpgradeError(f"The tokenizer of {self.folder} cannot be loaded: {one_line(error)}") from error
 
     def copy_files(self, folder: Path) -> None:
         for path in (*self.folder.glob("generation_config.json"), *self.folder.glob("LICENSE*")):
@@ -143,7 +141,7 @@ class SavedModel:
     def license(self) -> str | None:
         card = self.folder / "README.md"
         name = (metadata_load(card) or {}).get("license") if card.is_file() else None
-        return name if isinstance(name, str) else None
+        return name if isinstance(name, str) else read_provenance(self.folder).get("license")
 
     @torch.no_grad()
     def probe_logits(self) -> torch.Tensor:
@@ -159,15 +157,11 @@ def open_source(
         return ModelInMemory(source)
     if isinstance(source, torch.nn.Module):
         raise UpgradeError(f"A {type(source).__name__} is not a Transformers model; merge an adapter into its model.")
-    folder, name = Path(source), str(source)
-    if folder.exists():
-        if revision is not None:
-            raise UpgradeError(f"--revision goes with a Hub repository; {source} is on this machine.")
+    folder, name = local_path(source, revision, UpgradeError), str(source)
+    if folder is not None:
         if not folder.is_dir():
             raise UpgradeError(f"{source} is a file; give the folder of the model.")
         return SavedModel(folder, folder.resolve().name)
-    if not REPO_ID.fullmatch(name):
-        raise UpgradeError(f"{source} is not a folder, nor a Hub repository of the form owner/name.")
     try:
         with clear_hub_errors(name, revision):
             snapshot = snapshot_download(name, revision=revision, token=token, allow_patterns=list(DOWNLOADED))

@@ -6,7 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, hf_hub_download
 
-from .hub_errors import REPO_ID, HubError, clear_hub_errors
+from .errors import HubError, clear_hub_errors
+from .loading import local_path
 
 
 FINAL = "final_model.pt"
@@ -27,10 +28,8 @@ def find_released_file(
 
     Without `filename`, a folder or repository gives `final_model.pt`, else the `ckpt_step:N.pt` of the highest N.
     """
-    path, name = Path(source), str(source)
-    if path.exists():
-        if revision is not None:
-            raise ConversionError(f"--revision goes with a Hub repository; {source} is on this machine.")
+    path, name = local_path(source, revision, ConversionError), str(source)
+    if path is not None:
         if path.is_dir():
             return path / choose_file(
                 [file.relative_to(path).as_posix() for file in path.rglob("*.pt")], filename, name
@@ -38,8 +37,6 @@ def find_released_file(
         if filename is not None:
             raise ConversionError(f"--filename goes with a folder or a Hub repository; {source} is a file.")
         return path
-    if not REPO_ID.fullmatch(name) or name.endswith(".pt"):
-        raise ConversionError(f"{source} is not a file or a folder, nor a Hub repository of the form owner/name.")
     try:
         with clear_hub_errors(name, revision):
             repo = HfApi().model_info(name, revision=revision, token=token)

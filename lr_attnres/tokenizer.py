@@ -39,6 +39,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
+TRAINING_DOCUMENTS = 100_000
+
 
 class TokenizerError(ValueError):
     """The ranks cannot be had; the message says where they were looked for."""
@@ -62,11 +64,10 @@ def train_tokenizer(
     documents: Iterable[str],
     vocab_size: int,
     model_max_length: int = 2048,
-    max_documents: int = 100_000,
     progress_bar: bool = False,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `vocab_size` tokens, or fewer where the text has no more to merge, trained on the first
-    documents; it splits words as cl100k_base does."""
+    100,000 documents; it splits words as cl100k_base does."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
@@ -77,7 +78,7 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
-    texts = islice(documents, max_documents)
+    texts = islice(documents, TRAINING_DOCUMENTS)
     bar = tqdm(texts, desc="Training the tokenizer", unit=" documents", disable=not progress_bar)
     tokenizer.train_from_iterator(bar, trainer)
     return _as_fast_tokenizer(tokenizer, model_max_length)

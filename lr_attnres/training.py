@@ -23,11 +23,12 @@ from .batches import StepBatches, flatten_for_flash
 from .checkpoints import Checkpoints, hold_run_folder, read_state, sync_to_disk, without_progress_bar
 from .configuration_lr_attnres import LRAttnResConfig
 from .data import PackedTokens, check_fits, load_data_tokenizer
-from .evaluation import check_same_tokens, evaluate, num_targets
-from .hub_errors import explain_field_error
+from .errors import explain_field_error
+from .evaluation import evaluate
+from .held_out import check_same_tokens
 from .loading import LoadingError, load_language_model
-from .losses import use_chunked_loss
-from .metrics import Metrics
+from .losses import num_targets, use_chunked_loss
+from .metrics import METRICS_FILE, Metrics
 from .model_card import ProvenanceError, read_provenance, write_provenance
 from .modeling_lr_attnres import LRAttnResForCausalLM
 from .optimizers import muon_adamw
@@ -71,7 +72,7 @@ def run(args: TrainArguments, accelerator: Accelerator) -> Path:
 
     if args.trackers:
         accelerator.init_trackers("lr-attnres", config={name: str(value) for name, value in args.bound().items()})
-    metrics = Metrics(Path(args.output_dir) / "metrics.jsonl", accelerator, done, args.steps, args.batch_tokens)
+    metrics = Metrics(Path(args.output_dir) / METRICS_FILE, accelerator, done, args.steps, args.batch_tokens)
     with StopSignals() as signals, metrics:
         for step in range(done + 1, args.steps + 1):
             started = time.perf_counter()
@@ -132,7 +133,7 @@ def start_accelerator(args: TrainArguments) -> Accelerator:
 
 def check_nothing_is_lost(args: TrainArguments) -> None:
     """What stands in the folder of the run may be replaced if it is a resumed run's own."""
-    metrics, model = Path(args.output_dir) / "metrics.jsonl", Path(args.output_dir) / "model"
+    metrics, model = Path(args.output_dir) / METRICS_FILE, Path(args.output_dir) / "model"
     if args.resume is None and metrics.exists() and metrics.stat().st_size:
         raise ValueError(
             f"{metrics} is of an earlier run: go on with --resume (without a checkpoint, from the start), or choose "
@@ -180,6 +181,8 @@ def build_config(fields: dict[str, Any]) -> LRAttnResConfig:
 
 def load_model(args: TrainArguments, init_from: str, data: PackedTokens) -> LRAttnResForCausalLM:
     """The model in the folder `init_from`, in float32; it must be what `variant` and `model` say, and fit the data."""
+    if not Path(init_from).is_dir():
+        raise ValueError(f"`init_from` is {init_from}, which is no folder; get a repository with `hf download`.")
     try:
         model = load_language_model(init_from, "cpu", "float32")
     except LoadingError as error:
@@ -342,6 +345,7 @@ def export(
         try:
             with without_progress_bar():
                 plain.save_pretrained(temporary, state_dict=weights)
+            tokenizer.model_max_length = bare.config.max_position_embeddings
             tokenizer.save_pretrained(temporary)
             start = {} if args.init_from is None else read_provenance(args.init_from)
             evaluation = [{"dataset": Path(args.data).name, "metric": "validation loss", "value": loss}]

@@ -14,16 +14,12 @@ from typing import Any
 import yaml
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .paper import PAPER_TABLE
 from .variants import VARIANT_FIELDS, variant_fields
 
 
-# Any other rank or number of blocks can be written in the same way.
-PAPER_VARIANTS = [row.variant for row in PAPER_TABLE]
-
-
 def argument(default: Any, text: str, free: bool = False, choices: list[str] | None = None) -> Any:
-    """A field with its help. A `free` one may change when a run is resumed: it does not change what is learned."""
+    """A field with its help. A `free` one may change when a run is resumed: it does not change what is learned, or, as
+    places do, what is there is compared instead of its name."""
     metadata = {"help": text, "free": free, "choices": choices}
     if isinstance(default, (dict, list)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)

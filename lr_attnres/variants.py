@@ -20,9 +20,8 @@ def spell_variant(residual_type: str, num_depth_blocks: int | None, depth_key_ra
 
 def variant_name(config: LRAttnResConfig) -> str:
     """The variant of a config. With as many blocks as sub-layers it is full, whatever their number."""
-    blocks = config.num_depth_blocks
-    full = blocks is None or blocks >= 2 * config.num_hidden_layers
-    return spell_variant(config.residual_type, None if full else blocks, config.depth_key_rank)
+    blocks = None if config.has_full_sources else config.num_depth_blocks
+    return spell_variant(config.residual_type, blocks, config.depth_key_rank)
 
 
 def variant_fields(variant: str) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from lr_attnres.analysis import _names, analyze, analyze_model, average_gradient
 from lr_attnres.cost import depth_cost
 from lr_attnres.data import PackedTokens, prepare
 from lr_attnres.depth_routing import depth_block_ends
-from lr_attnres.held_out import make_batches, take_tokens, text_rows
+from lr_attnres.held_out import make_batches, open_rows, take_tokens, text_rows
+from lr_attnres.losses import use_chunked_loss
+from lr_attnres.tokenizer import train_tokenizer
 
 
 def rows(count: int, length: int = 9) -> list[dict]:
@@ -29,6 +31,14 @@ def rows(count: int, length: int = 9) -> list[dict]:
 def sources_per_site(variant: str) -> list[int]:
     ends = depth_block_ends(8, VARIANTS[variant]["num_depth_blocks"])
     return [1 + sum(end <= site for end in ends) + (site not in ends) for site in range(1, 9)]
+
+
+def test_the_model_is_left_as_it_was():
+    model = small_model(attention_dropout=0.5).train()
+    use_chunked_loss(model, z_loss=0.5)
+    data = rows(3)
+    losses = [analyze_model(model, make_batches(data, 2)).loss for _ in range(2)]
+    assert losses[0] == losses[1] and model.training and model.chunked_loss.z_loss == 0.5
 
 
 @pytest.mark.parametrize("variant", ROUTED)
@@ -168,6 +178,16 @@ def test_text_is_packed_as_prepare_packs_it(tmp_path):
     assert len(ours) == len(packed) + 1 and len(ours[-1]["input_ids"]) < 16
     for row, expected in zip(ours, packed):
         assert all(torch.equal(row[name], expected[name]) for name in expected)
+
+
+def test_rows_of_another_tokenizer_are_refused(token_data, tmp_path):
+    """They may fit by their number and yet mean other tokens."""
+    model = save_text_model(tmp_path / "model")
+    assert next(iter(open_rows(str(token_data), str(tmp_path / "model"), model.config)))
+    other = train_tokenizer(["A text of few words."], 257)
+    other.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="was prepared with another tokenizer than that of"):
+        open_rows(str(token_data), str(tmp_path / "model"), model.config)
 
 
 def test_long_documents_are_tokenized_in_pieces(monkeypatch):

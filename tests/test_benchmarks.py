@@ -1,6 +1,7 @@
 """The benchmarks: the page is what the results say, a control shows the noise, and a wrong read is not timed."""
 
 import itertools
+import json
 import sys
 import time
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_the_same_products_count_alike_in_all_models():
     }
 
 
-@pytest.mark.parametrize("row", ["standard", "sliced N=4 r=64", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("row", ["standard", "sliced-n4-r64", "Qwen3ForCausalLM"])
 def test_a_step_is_cut_where_its_operators_end(row):
     """The products of one shape are those of the linear maps: all models have the same ones."""
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
@@ -97,7 +98,7 @@ def test_a_step_is_cut_where_its_operators_end(row):
 
 def test_a_small_step_is_cut_at_its_linear_maps():
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
-    model = harness.mark_linears(harness.build("sliced N=4 r=64", vocab_size=32, **sizes))
+    model = harness.mark_linears(harness.build("sliced-n4-r64", vocab_size=32, **sizes))
     parts = harness.cut_at_linears(lambda: model(torch.arange(8)[None]))
     assert [name for name, _ in parts].count("products 128 64") == 2 * 3 and len(parts) == 2 * 22 + 1
     assert parts[-1][0] == "other" and all(seconds > 0 for _, seconds in parts)
@@ -114,8 +115,10 @@ def test_compiled_kernels_are_parts_too(monkeypatch):
     assert not torch._inductor.config.cpp.enable_kernel_profile
 
 
-def test_standard_is_timed_against_itself(monkeypatch):
-    seconds = {"standard": [1.6, 0.5], "x": [1.5, 1.5], harness.CONTROL: [1.8, 0.6]}
+@pytest.mark.parametrize("copies", [("standard", harness.CONTROL), (harness.CONTROL, "standard")])
+def test_standard_is_timed_against_itself(copies, monkeypatch):
+    """Whichever of its two copies is the faster one counts, and the parts of a step add up to its ratio."""
+    seconds = dict(zip((*copies, "x"), ([1.6, 0.5], [1.8, 0.6], [1.5, 1.5])))
     parts = {row: list(zip(("products", "other"), both)) for row, both in seconds.items()}
     monkeypatch.setattr(harness, "interleave", lambda steps, repeats, time_parts: parts)
     columns = harness.compare(lambda row, compiled: None, ["x"], {"eager": ["x"]}, repeats=1)
@@ -123,13 +126,37 @@ def test_standard_is_timed_against_itself(monkeypatch):
     assert columns["eager, as timed"] == pytest.approx({"standard": 1.0, harness.CONTROL: 2.4 / 2.1, "x": 3 / 2.1})
     assert columns["eager, products"] == pytest.approx({"standard": 0.75, harness.CONTROL: 0.75, "x": 0.75})
     assert columns["eager, other"] == pytest.approx({"standard": 0.25, harness.CONTROL: 0.3, "x": 0.75})
+    assert all(list(column) == ["standard", harness.CONTROL, "x"] for column in columns.values())
+
+
+def test_a_mode_that_is_not_timed_keeps_its_columns(monkeypatch, tmp_path):
+    """Of the same sizes on the same machine; a mode that is timed again is replaced."""
+    ratios = itertools.count(1)
+
+    def compare(make_step, rows, modes, *_):
+        return {f"{mode}{kind}": {"standard": next(ratios)} for mode in modes for kind in ("", ", as timed")}
+
+    def run(*arguments):
+        parser = harness.timing_parser("", repeats=3, layers=2, tokens=4)
+        harness.time_rows("x", None, parser.parse_args([*arguments, "--rows", "standard", "--output", str(tmp_path)]))
+        content = json.loads((tmp_path / "x.json").read_text())
+        return content["settings"]["repeats"], [column["standard"] for column in content["columns"].values()]
+
+    monkeypatch.setattr(harness, "compare", compare)
+    assert run("--modes", "eager") == ({"eager": 3}, [1, 2])
+    assert run("--modes", "compiled", "--repeats", "5") == ({"eager": 3, "compiled": 5}, [1, 2, 3, 4])
+    assert run("--modes", "eager", "--repeats", "7") == ({"compiled": 5, "eager": 7}, [3, 4, 5, 6])
+    assert run("--modes", "eager", "--tokens", "8") == ({"eager": 3}, [7, 8])
+    run("--modes", "compiled", "--tokens", "8")
+    monkeypatch.setattr(harness, "machine", lambda: {"device": "another"})
+    assert run("--modes", "eager", "--tokens", "8") == ({"eager": 3}, [11, 12])
 
 
 def test_a_wrong_read_is_not_timed(monkeypatch):
-    rows = ["sliced N=4 r=64"]
+    rows = ["sliced-n4-r64"]
     harness.check_against_naive_read(rows)
     read = depth_routing.read_sources
     wrong = staticmethod(lambda dtype, logits, *values: read(dtype, 1.01 * logits, *values))
     monkeypatch.setattr(depth_routing.DepthRead, "forward", wrong)
-    with pytest.raises(AssertionError, match="sliced N=4 r=64"):
+    with pytest.raises(AssertionError, match="sliced-n4-r64"):
         harness.check_against_naive_read(rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from common import BYTE_VOCAB_SIZE, VARIANTS, byte_tokenizer, save_text_model
+from common import BYTE_VOCAB_SIZE, ONE_OF_EACH, VARIANTS, byte_tokenizer, save_text_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lr_attnres import LRAttnResForCausalLM
@@ -63,6 +63,13 @@ def test_publish_model():
     assert "license: apache-2.0" in output and "| weights | random |" in output
 
 
+def test_publish_model_adds_nothing_to_a_folder(tmp_path):
+    save_text_model(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert "license:" not in run_example("publish_model.py", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
 def losses_before_and_after(output: str) -> list[float]:
     return [float(loss) for loss in re.search(r"validation loss (\S+) -> (\S+)", output).groups()]
 
@@ -84,6 +91,7 @@ def test_finetune_lora(tmp_path):
     for name, parameter in merged.named_parameters():
         adapted = "layers" in name or "depth_queries" in name
         assert torch.equal(parameter, base.get_parameter(name)) != adapted, name
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").vocab_size > 0  # `lr-attnres generate` needs it
 
 
 def test_finetune_sft(tmp_path):
@@ -133,20 +141,26 @@ def test_requirements_of_vllm(variant, tmp_path, monkeypatch):
     assert {condition for condition, holds in check(str(tmp_path)).items() if not holds} == set()
 
 
+def test_lm_eval_harness_alone():
+    result = json.loads(run_example("lm_eval_harness.py").splitlines()[-1])
+    assert 0 <= result["accuracy"] <= 1 and set(result["chosen"]) <= {0, 1}
+
+
 @torch.no_grad()
-def test_lm_eval_harness(tmp_path, monkeypatch):
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_lm_eval_harness(variant, tmp_path, monkeypatch):
     """The harness chooses what the summed log-probabilities of our own logits choose."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    model, tokenizer = save_text_model(tmp_path), byte_tokenizer()
-    result = json.loads(run_example("lm_eval_harness.py", tmp_path).splitlines()[-1])
+    from lm_eval_harness import QUESTIONS, evaluate
+
+    model, tokenizer = save_text_model(tmp_path, variant), byte_tokenizer()
+    result = evaluate(str(tmp_path), tmp_path)
 
     def score(text: str, choice: str) -> float:
         tokens = tokenizer(text + choice, return_tensors="pt")["input_ids"]
         logits = model(tokens).logits[0, :-1].log_softmax(-1)
         chosen = logits.gather(-1, tokens[0, 1:, None]).squeeze(-1)
         return chosen[-len(choice) :].sum().item()
-
-    from lm_eval_harness import QUESTIONS
 
     chosen = [max(range(2), key=lambda i, q=q: score(q["text"], q["choices"][i])) for q in QUESTIONS]
     assert result["chosen"] == chosen

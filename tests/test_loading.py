@@ -37,7 +37,7 @@ def cut_weights(folder):
 
 
 DAMAGES = [
-    (shutil.rmtree, "is not a folder, nor a Hub repository of the form owner/name"),
+    (shutil.rmtree, "is not on this machine, nor a Hub repository of the form owner/name"),
     (lambda folder: (folder / "config.json").unlink(), "has no config.json; give a folder"),
     (write("config.json", "{"), "the config.json of .* cannot be used: .* not a valid JSON file"),
     (write("config.json", "[1]"), "the config.json of .* cannot be used: "),
@@ -71,8 +71,8 @@ def test_a_model_with_another_head(saved, tmp_path):
 @pytest.mark.parametrize(
     "source, options, message",
     [
-        ("", {}, "'' is not a folder, nor a Hub repository"),
-        ("a/b/c", {}, "'a/b/c' is not a folder, nor a Hub repository"),
+        ("", {}, "'' is not on this machine, nor a Hub repository"),
+        ("a/b/c", {}, "'a/b/c' is not on this machine, nor a Hub repository"),
         ("owner/absent", {}, "owner/absent is not on this machine, and the Hub cannot be reached"),
         (__file__, {}, "test_loading.py is a file; give the folder of the model"),
         (".", {"revision": "v1"}, "--revision goes with a Hub repository; . is on this machine"),

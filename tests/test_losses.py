@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from common import VARIANTS, random_tokens, small_model
+from common import ONE_OF_EACH, VARIANTS, random_tokens, small_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
@@ -170,12 +170,13 @@ def test_lora_beside_the_head():
     compare(model, input_ids=input_ids, labels=input_ids)
 
 
-def test_lora_on_the_head_is_refused():
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_lora_on_the_head_is_refused(variant):
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
-    model = get_peft_model(small_model(), lora)
+    model = get_peft_model(small_model(variant), lora)
     with pytest.raises(ValueError, match="`lm_head` is a Linear.*leave it out of the adapter"):
         use_chunked_loss(model)
-    base = small_model()
+    base = small_model(variant)
     use_chunked_loss(base)
     model, input_ids = get_peft_model(base, lora), random_tokens(2, 9)
     with pytest.raises(ValueError, match="leave it out of the adapter"):

@@ -20,7 +20,7 @@ import yaml
 from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.evaluation import evaluate_folder
 from lr_attnres.metrics import read_metrics
-from lr_attnres.training_arguments import PAPER_VARIANTS
+from lr_attnres.paper import PAPER_VARIANTS
 
 
 ROOT = Path(__file__).parents[1]
@@ -218,7 +218,8 @@ def test_the_page_is_what_the_results_say():
     results = report.Results(sweeps.load_sweep(), sweeps.RESULTS)
     text = report.PAGE.read_text()
     assert text.split(report.BEGIN)[1].split(report.END)[0].strip() == report.render(results)
-    assert report.summary(results) in (ROOT / "README.md").read_text()
+    brief = report.README.read_text().split("<!-- miniature -->")[1].split("<!-- end of miniature -->")[0]
+    assert brief.strip() == report.render_briefly(results)
     for name in report.figures(results):
         assert (report.PAGE.parent / report.FIGURES / f"{name}.png").exists()
 
@@ -253,25 +254,44 @@ def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch)
 
 
 def test_intervals_and_verdicts(micro_results, tmp_path):
-    """Three seeds 0.1, 0.2 and 0.3 below the baseline: 4.303 * 0.1 / sqrt(3) about -0.2; one seed: their noise."""
+    """Two rows of three seeds leave two degrees of freedom; their differences 0.1, 0.2, 0.3 have a deviation of 0.1, a
+    value one of 0.1 / sqrt(2). What a seed does to both is no noise; a row of one seed adds none."""
     result = json.loads((micro_results / "sliced-n8-r6-seed0.json").read_text())
-    losses = {"standard": [3.0, 3.1, 3.2], "sliced-n8-r6": [2.9, 2.9, 2.9], "attnres-n8": [2.9, 3.0, 3.1001]}
+    losses = {"standard": [3.0, 3.4, 3.2], "sliced-n8-r6": [2.9, 3.2, 2.9]}
     losses |= {"projected-n8-r3": [2.0], "sliced-full-r6": [2.95]}
-    for row, values in losses.items():
+    continued = {"continued-standard": [2.9, 3.3, 3.1], "continued-sliced-n8-r6": [2.8, 3.2, 3.0001]}
+    for row, values in (losses | continued).items():
         for seed, loss in enumerate(values):
             content = result | {"row": row, "seed": seed, "validation_loss": loss}
             (tmp_path / f"{row}-seed{seed}.json").write_text(json.dumps(content))
     results = report.Results(sweeps.load_sweep(), tmp_path)
+    assert results.noise("standard") == (pytest.approx(0.1 / 2**0.5), 2)
     texts = {row: report.difference_text(results, row, "standard") for row in losses}
-    assert texts["sliced-n8-r6"] == "-0.2000 ± 0.2484"
-    assert results.noise() == (pytest.approx(0.5**0.5 * 0.1, rel=1e-3), 4)
-    assert texts["projected-n8-r3"] == "-1.0000 ± 0.1963"
+    assert texts["sliced-n8-r6"] == "-0.2000 ± 0.2484"  # 4.303 * 0.1 / sqrt(3)
+    assert texts["projected-n8-r3"] == "-1.0000 ± 0.4303" and texts["sliced-full-r6"] == "-0.0500 ± 0.4303"
     verdicts = {row: report.Claim("", row, "standard").verdict(results) for row in losses if row != "standard"}
-    assert verdicts["attnres-n8"] == verdicts["projected-n8-r3"] == "reproduced"
+    assert verdicts["projected-n8-r3"] == "reproduced"
     assert verdicts["sliced-n8-r6"] == verdicts["sliced-full-r6"] == "not resolved"
     assert report.Claim("", "projected-n8-r3", "sliced-full-r6").verdict(results) == "reproduced"
     assert report.Claim("", "sliced-full-r6", "projected-n8-r3").verdict(results) == "reproduced"  # the paper's sign
     assert report.Claim("", "sliced-n4-r6", "sliced-n8-r6").verdict(results) == "not run"
+    deviation, freedom = results.noise("continued-standard")  # a noise of their own
+    assert freedom == 2 and deviation < 1e-4
+    assert report.mean_text([1.0, 2.0, 3.0]) == "2.0000 ± 2.4843"
+
+
+def test_noise_of_rows_with_some_of_the_seeds(micro_results, tmp_path):
+    """Fitted, not averaged: row a has seeds 0 and 1, b has 0 and 2, c all; four values fit exactly, one is moved."""
+    result = json.loads((micro_results / "sliced-n8-r6-seed0.json").read_text())
+    exact = {("standard", 0): 1.0, ("standard", 1): 2.0, ("attnres-n8", 0): 3.0, ("attnres-n8", 2): 7.0}
+    exact |= {("sliced-n8-r6", 0): 5.0, ("sliced-n8-r6", 1): 6.0, ("sliced-n8-r6", 2): 9.0}
+    for (row, seed), loss in exact.items():
+        content = result | {"row": row, "seed": seed, "validation_loss": loss}
+        (tmp_path / f"{row}-seed{seed}.json").write_text(json.dumps(content))
+    results = report.Results(sweeps.load_sweep(), tmp_path)
+    assert results.noise("standard") == (pytest.approx(0, abs=1e-9), 2)
+    results.rows["standard"][1]["validation_loss"] += 0.6
+    assert results.noise("standard")[0] > 0.1
 
 
 @pytest.fixture
@@ -320,6 +340,17 @@ def test_the_best_models_are_exported(micro, micro_results, tmp_path):
     assert f"{best['sliced']['validation_loss']:.4f}"[:5] in (folder / "README.md").read_text()
     with pytest.raises(ValueError, match="exists already"):
         export.export(sweep, best["sliced"], micro / "work", tmp_path)
+    longer = best["sliced"] | {"recipe": best["sliced"]["recipe"] | {"steps": 10**6}}
+    with pytest.raises(ValueError, match="is not the model of the result, but of another recipe"):
+        export.export(sweep, longer, micro / "work", tmp_path / "other")
+
+
+def test_results_of_two_texts_are_not_mixed(micro, micro_results, tmp_path):
+    folder = shutil.copytree(micro_results, tmp_path / "results")
+    path = folder / "sliced-n8-r6-seed0.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "another"}))
+    with pytest.raises(ValueError, match="are of different texts"):
+        report.Results(sweeps.load_sweep(micro / "sweep.yaml"), folder)
 
 
 def test_a_model_whose_weights_are_gone_is_trained_again(micro, micro_results, tmp_path, monkeypatch, capsys):

@@ -312,6 +312,10 @@ def test_heads():
     model = small_model(model_class=LRAttnResForTokenClassification, num_labels=3)
     outputs = model(input_ids, labels=input_ids % 3)
     assert outputs.logits.shape == (2, 9, 3) and outputs.loss.isfinite()
+    assert model.dropout.p == 0.1  # as Transformers' own heads take it
+    for rate, expected in {None: 0.1, 0.0: 0.0, 0.5: 0.5}.items():
+        config = small_config(classifier_dropout=rate)
+        assert LRAttnResForTokenClassification(config).dropout.p == expected
     model = small_model(model_class=LRAttnResForQuestionAnswering)
     outputs = model(input_ids, start_positions=torch.tensor([1, 2]), end_positions=torch.tensor([3, 4]))
     assert outputs.start_logits.shape == outputs.end_logits.shape == (2, 9) and outputs.loss.isfinite()
@@ -399,6 +403,18 @@ def test_half_precision_is_finite_and_close(variant, dtype):
     assert error < 18 * rounding
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_is_close_and_trains(variant):
+    model, input_ids = LRAttnResForCausalLM(small_config(variant)), random_tokens(2, 11)
+    expected = model(input_ids, labels=input_ids).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(input_ids, labels=input_ids)
+    assert outputs.logits.dtype == torch.bfloat16
+    torch.testing.assert_close(outputs.loss, expected, atol=0, rtol=2**-8)
+    outputs.loss.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("variant", ROUTED)
 def test_depth_logits_and_weights_are_float32_in_a_half_model_and_under_autocast(variant):
     model, input_ids = small_model(variant), random_tokens(2, 11)
@@ -479,7 +495,7 @@ def test_compiles_for_inference_without_graph_breaks(variant, fresh_compiler):
     torch.testing.assert_close(compiled(input_ids).logits, expected, **FLOAT32)
 
 
-@pytest.mark.parametrize("variant", ["standard", "sliced_block"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_layers_compiled_one_by_one(variant, fresh_compiler):
     """One graph serves every layer of `standard`. Routed layers have a graph each, until the compiler gives up."""
     model, input_ids = small_model(variant, num_hidden_layers=3), random_tokens(2, 11)

@@ -117,12 +117,16 @@ def test_no_plan_for_pipeline_parallelism(variant):
     assert not small_model(variant).supports_pp_plan
 
 
-def test_chunked_loss(tmp_path, monkeypatch):
-    small_model(num_hidden_layers=2, vocab_size=62).save_pretrained(tmp_path)
-    run_on_two(chunked_loss, tmp_path, random_tokens(2, 9), monkeypatch=monkeypatch)
+def test_chunked_loss(folders, monkeypatch):
+    run_on_two(chunked_loss, folders, random_tokens(2, 9), monkeypatch=monkeypatch)
 
 
-def chunked_loss(folder, input_ids):
+def chunked_loss(folders, input_ids):
+    for folder in folders:
+        check_chunked_loss(folder, input_ids)
+
+
+def check_chunked_loss(folder, input_ids):
     reference = LRAttnResForCausalLM.from_pretrained(folder)
     expected = reference(input_ids, labels=input_ids).loss
     expected.backward()

@@ -35,8 +35,10 @@ def test_folder_and_file(tmp_path):
         find_released_file(file, filename="x.pt")
     with pytest.raises(ConversionError, match="--revision goes with a Hub repository"):
         find_released_file(file, revision="main")
-    with pytest.raises(ConversionError, match="not a file or a folder, nor a Hub repository of the form owner/name"):
+    with pytest.raises(ConversionError, match="is not on this machine, nor a Hub repository of the form owner/name"):
         find_released_file(tmp_path / "absent.pt")
+    with pytest.raises(ConversionError, match="'' is not on this machine"):
+        find_released_file("")
 
 
 def test_convert_from_the_hub(tmp_path):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from common import byte_tokenizer, save_text_model
 from openai import OpenAI
+from test_snippets import ROOT, snippets
 
 from lr_attnres import cli
 from lr_attnres.serving import check_address
@@ -37,15 +38,15 @@ def wait_until_healthy(process: subprocess.Popen, port: int) -> None:
     raise AssertionError("the server did not start in two minutes")
 
 
-@pytest.fixture(scope="module", params=["one by one", "continuous batching"])
-def served(request, tmp_path_factory):
+@pytest.fixture
+def served(request, tmp_path):
     """(client, name of the model, the same model in this process)"""
-    folder, port = tmp_path_factory.mktemp("served"), free_port()
-    model = save_text_model(folder)
+    (variant, mode), port = request.param, free_port()
+    model = save_text_model(tmp_path, variant)
     batching = ["--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "256"]
-    command = [sys.executable, "-m", "lr_attnres.cli", "serve", str(folder), "--port", str(port), "--device", "cpu"]
+    command = [sys.executable, "-m", "lr_attnres.cli", "serve", str(tmp_path), "--port", str(port), "--device", "cpu"]
     process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", *(batching if request.param == "continuous batching" else [])],
+        [*command, "--host", "127.0.0.1", *(batching if mode == "continuous batching" else [])],
         env=os.environ | {"NO_PROXY": "127.0.0.1,localhost"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -53,7 +54,7 @@ def served(request, tmp_path_factory):
     try:
         wait_until_healthy(process, port)
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
-        yield client, str(folder), model
+        yield client, str(tmp_path), model
     finally:
         process.terminate()
         try:
@@ -69,7 +70,18 @@ def expected_text(model, messages: list[dict], length: int) -> str:
     return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_chat_streaming_and_two_at_once(served):
+@pytest.mark.parametrize(
+    "served",
+    [
+        ("standard", "one by one"),
+        ("attnres_full", "one by one"),
+        ("projected_block", "continuous batching"),
+        ("sliced_block", "continuous batching"),
+    ],
+    ids=str,
+    indirect=True,
+)
+def test_chat_streaming_and_two_at_once(served, capsys):
     client, name, model = served
     options = {"model": name, "max_tokens": 12, "temperature": 0.0}
 
@@ -86,6 +98,11 @@ def test_chat_streaming_and_two_at_once(served):
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda q: client.chat.completions.create(messages=q, **options), questions))
     assert [a.choices[0].message.content for a in answers] == [expected_text(model, q, 12) for q in questions]
+
+    (example,) = [text for _, text in snippets(ROOT / "README.md") if "from openai import" in text]
+    example = example.replace("http://localhost:8000/v1", str(client.base_url))
+    exec(example.replace('model="outputs/run/model"', f'model="{name}", max_tokens=5'), {})
+    assert capsys.readouterr().out == expected_text(model, [{"role": "user", "content": "Hello"}], 5) + "\n"
 
 
 def test_folder_that_cannot_be_served(tmp_path, capsys):

@@ -33,7 +33,7 @@ NOT_RUN = {
     "lr-attnres explore": "runs until it is stopped; test_explore.py",
     "python benchmarks/": "minutes each; test_benchmarks.py",
     "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
-    "from openai import": "needs the server; test_serving.py",
+    "from openai import": "needs the server; test_serving.py runs it",
 }
 # Training for as long as the README says would take minutes.
 SHORTER = {"train": ["--steps", "2", "--warmup-steps", "1"]}

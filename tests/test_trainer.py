@@ -55,12 +55,13 @@ def logged_losses(trainer: Trainer) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def test_resumed_is_uninterrupted(data, tmp_path):
-    whole = trainer_of(data, tmp_path / "whole")
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_resumed_is_uninterrupted(variant, data, tmp_path):
+    whole = trainer_of(data, tmp_path / "whole", variant)
     whole.train()
     assert len(logged_losses(whole)) == 6 and all(map(bool, logged_losses(whole)))
-    trainer_of(data, tmp_path / "parts", callbacks=[StopAfter(3)]).train()
-    resumed = trainer_of(data, tmp_path / "parts")
+    trainer_of(data, tmp_path / "parts", variant, callbacks=[StopAfter(3)]).train()
+    resumed = trainer_of(data, tmp_path / "parts", variant)
     resumed.train(resume_from_checkpoint=True)
     assert logged_losses(resumed) == logged_losses(whole)
     for (name, ours), expected in zip(resumed.model.named_parameters(), whole.model.parameters()):

@@ -61,7 +61,7 @@ def test_the_first_line_tells_what_is_run(token_data, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("variant", ["projected-n2-r8", "standard"])
+@pytest.mark.parametrize("variant", ["attnres-full", "projected-n2-r8", "standard"])
 def test_a_run(variant, token_data, tmp_path):
     """Every parameter changes, what is promised is written, and the folder is a model."""
     values = arguments(token_data, tmp_path, variant=variant, model={"norm_weight": True})
@@ -83,6 +83,8 @@ def test_a_run(variant, token_data, tmp_path):
     assert evaluate_folder(model_folder, token_data, batch_size=3).loss == pytest.approx(
         records[-1]["validation_loss"]
     )
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    assert tokenizer.model_max_length == trained.config.max_position_embeddings == LENGTH
     provenance = read_provenance(model_folder)
     assert provenance["step"] == 8 and provenance["recipe"]["variant"] == variant
     assert processes.leftovers(tmp_path) == []
@@ -159,6 +161,11 @@ def test_a_run_from_a_model_folder(token_data, tmp_path):
         values = arguments(token_data, tmp_path / "third", **options) | {change: message[0]}
         with pytest.raises(ValueError, match=message[1]):
             train(TrainArguments(**values))
+    with pytest.raises(ValueError, match="`init_from` is owner/name, which is no folder; get .* `hf download`"):
+        train(TrainArguments(**arguments(token_data, tmp_path / "third", **options) | {"init_from": "owner/name"}))
+    (other_tokens / "tokenizer/tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="the tokenizer .* cannot be loaded .*: prepare the data again"):
+        train(TrainArguments(**arguments(other_tokens, tmp_path / "third")))
     assert not (tmp_path / "third").exists()
 
 
@@ -333,12 +340,13 @@ def test_trackers_and_data_without_validation(token_data, tmp_path):
     assert len(events.Scalars("depth_entropy/site_4")) == 1
 
 
+@pytest.mark.parametrize("variant", ["standard", "attnres-full", "projected-n2-r8", "sliced-n2-r8"])
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP])
-def test_what_flattens_the_weights_is_refused(kind, token_data, tmp_path, monkeypatch):
+def test_what_flattens_the_weights_is_refused(kind, variant, token_data, tmp_path, monkeypatch):
     launched = SimpleNamespace(distributed_type=kind, is_fsdp2=False)
     monkeypatch.setattr("lr_attnres.training.Accelerator", lambda **options: launched)
     with pytest.raises(ValueError, match=f"{kind.value} flattens the weights.*launch with FSDP2"):
-        start_accelerator(TrainArguments(**arguments(token_data, tmp_path)))
+        start_accelerator(TrainArguments(**arguments(token_data, tmp_path, variant=variant)))
 
 
 def test_batches_that_do_not_fit(token_data, tmp_path):

@@ -6,13 +6,8 @@ import pytest
 
 from lr_attnres import LRAttnResConfig, cli
 from lr_attnres.cost import depth_cost
-from lr_attnres.training_arguments import (
-    PAPER_VARIANTS,
-    TrainArguments,
-    add_flags,
-    load_arguments,
-    presets,
-)
+from lr_attnres.paper import PAPER_VARIANTS
+from lr_attnres.training_arguments import TrainArguments, add_flags, load_arguments, presets
 
 
 # Added FLOPs in percent, from the paper's table.

@@ -85,6 +85,19 @@ def test_two_processes_are_one(function, alone, token_data, tmp_path):
         assert not (found["missing_weights"] or found["unexpected_weights"] or found["bad_weights"])
 
 
+@pytest.mark.parametrize("variant", ["standard", "attnres-full", "projected-n2-r8"])
+def test_other_variants_in_two_processes(variant, token_data, tmp_path):
+    functions = {"alone": processes.train, "ddp": processes.train, "fsdp2": train_sharded}
+    weights = {}
+    for name, function in functions.items():
+        values = arguments(token_data, tmp_path / name, variant=variant, steps=2, micro_batch_size=2)
+        count = 1 if name == "alone" else 2
+        assert processes.run(function, values, processes=count) == [0] * count
+        weights[name] = load_file(tmp_path / name / "model/model.safetensors")
+    for name in ("ddp", "fsdp2"):
+        torch.testing.assert_close(weights[name], weights["alone"], **CLOSE)
+
+
 def test_sharded_in_bfloat16(token_data, tmp_path):
     values = arguments(token_data, tmp_path, steps=1, warmup_steps=0)
     assert processes.run(train_in_bfloat16, values, processes=2) == [0, 0]

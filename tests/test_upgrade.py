@@ -31,6 +31,7 @@ from transformers import (
 
 from lr_attnres import cli, model_folder
 from lr_attnres.clean_process import probe_tokens
+from lr_attnres.model_card import write_provenance
 from lr_attnres.model_folder import FolderError
 from lr_attnres.pretrained_source import SavedModel, open_source
 from lr_attnres.upgrade import UpgradeError, load_upgraded, upgrade_model
@@ -266,6 +267,11 @@ def test_folder_is_complete(tmp_path):
     assert card.data.license == "mit" and card.data.base_model is None  # a folder is no Hub name
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["new"]
 
+    (tmp_path / "base/README.md").unlink()  # a trained folder has no card, but knows its licence
+    write_provenance(tmp_path / "base", license="cc0-1.0")
+    again = upgrade_model(tmp_path / "base", tmp_path / "again", **DEPTHS["projected block"])
+    assert ModelCard.load(again / "README.md").data.license == "cc0-1.0"
+
 
 def test_one_shard_at_a_time_is_in_memory(tmp_path, monkeypatch):
     """Of what was read and made, all that lives while a file is written belongs to that file."""
@@ -362,6 +368,7 @@ def test_upgrade_from_the_hub(tmp_path):
             (("meta/absent",), "meta/absent is not on this machine, and the Hub answered"),
             (("meta/small", "--revision", "no"), "meta/small has no revision 'no'"),
             (("no repository",), "nor a Hub repository of the form owner/name"),
+            (("",), "'' is not on this machine"),
             (("meta/small", "--depth-key-rank", "33"), "`depth_key_rank` is 33"),
         ]:
             result = run("upgrade", arguments[0], tmp_path / "other", *arguments[1:])

@@ -38,6 +38,8 @@ def export(sweep: Sweep, result: dict, work: Path, output: Path, text: list[str]
     if not source.is_dir():
         print(f"{source} is not here: training {run.name}", flush=True)
         source = train_row(sweep, run, prepare_text(sweep, work, text), work)
+    elif read_provenance(source)["recipe"] != result["recipe"]:
+        raise ValueError(f"{source} is not the model of the result, but of another recipe: choose another --work.")
     with staged_folder(target) as folder:
         model = LRAttnResForCausalLM.from_pretrained(source)
         model.save_pretrained(folder)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from sweep import Run, Sweep
-from torch.utils.data import default_collate
 
 from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.analysis import DepthAnalysis, analyze_model
 from lr_attnres.cost import num_parameters
 from lr_attnres.data import PackedTokens
-from lr_attnres.metrics import read_metrics
+from lr_attnres.held_out import make_batches
+from lr_attnres.metrics import METRICS_FILE, read_metrics
 from lr_attnres.model_card import read_provenance
 from lr_attnres.training import data_hash
 
@@ -25,12 +25,11 @@ DEPTH = ("effective_sources", "depth_weights", "shares", "query_norms", "output_
 
 def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str, Any]:
     """The result of a finished run. The validation loss is over all held-out tokens."""
-    records = read_metrics(model_folder.parent / "metrics.jsonl")
+    records = read_metrics(model_folder.parent / METRICS_FILE)
     validation = PackedTokens(data, "validation")
     model = LRAttnResForCausalLM.from_pretrained(model_folder).eval()
-    size = sweep.recipe["micro_batch_size"]
-    starts = range(0, len(validation), size)
-    batches = (default_collate([validation[i] for i in range(s, min(s + size, len(validation)))]) for s in starts)
+    rows = (validation[i] for i in range(len(validation)))
+    batches = make_batches(rows, sweep.recipe["micro_batch_size"])
     analysis = analyze_model(model, batches, source=str(model_folder))
     batch_tokens = sweep.recipe["batch_tokens"]
     return {
@@ -41,7 +40,7 @@ def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str,
         "tokens": records[-1]["tokens"],
         "validation_loss": records[-1]["validation_loss"],
         "validation_tokens": analysis.tokens,
-        "gradient_norm": statistics.fmean(record["grad_norm"] for record in records),
+        "gradient_norm": analysis.gradient_norm,
         "step_seconds": statistics.median(batch_tokens / record["tokens_per_second"] for record in records),
         "threads": torch.get_num_threads(),
         "added_flops_percent": analysis.added_flops_percent,

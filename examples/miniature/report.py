@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from measure import as_analysis, read_result
 from sweep import BASELINE, HERE, RESULTS, SWEEP, Sweep, load_sweep
 
 from lr_attnres.paper import PAPER_TABLE, PaperRow
-from lr_attnres.training_arguments import variant_fields
 
 
 PAGE = HERE.parents[1] / "docs/miniature.md"
+README = HERE.parents[1] / "README.md"
 FIGURES = "miniature"  # folder beside the page
 BEGIN, END = "<!-- results: python examples/miniature/report.py -->", "<!-- end of results -->"
 # Student's t, 97.5 %, by degrees of freedom: two-sided intervals of 95 %.
@@ -38,6 +39,8 @@ class Results:
         for path in sorted(folder.glob("*-seed*.json")):
             result = read_result(path)
             self.rows.setdefault(result["row"], {})[result["seed"]] = result
+        if len({result["data"] for seeds in self.rows.values() for result in seeds.values()}) > 1:
+            raise ValueError(f"the results in {folder} are of different texts (see `data`): keep one text per folder.")
         timing = folder / "timing.json"
         self.timing = read_result(timing) if timing.exists() else None
 
@@ -49,32 +52,39 @@ class Results:
         ours, theirs = self.rows.get(row, {}), self.rows.get(other, {})
         return [ours[seed][name] - theirs[seed][name] for seed in sorted(ours.keys() & theirs.keys())]
 
-    def noise(self, name: str = "validation_loss") -> tuple[float, int] | None:
-        """Standard deviation of differences to the baseline between seeds, pooled over rows; degrees of freedom."""
-        groups = [self.differences(row, BASELINE, name) for row in self.sweep.rows if row != BASELINE]
-        groups = [group for group in groups if len(group) > 1]
-        if not groups:
+    def noise(self, row: str, name: str = "validation_loss") -> tuple[float, int] | None:
+        """Standard deviation of a single value beyond what its row and its seed add to it, and its degrees of freedom.
+
+        Fitted to all rows that are trained as `row` is: from the start, or on from a baseline. A seed, which is one
+        order of the text, moves all rows together; a row of one seed tells nothing."""
+        family = self.sweep.continued if row in self.sweep.continued else self.sweep.rows
+        cells = {(one, seed): result[name] for one in family for seed, result in self.rows.get(one, {}).items()}
+        effects = sorted({effect for cell in cells for effect in cell}, key=str)
+        design = np.array([[effect in cell for effect in effects] for cell in cells], dtype=float)
+        freedom = len(cells) - int(np.linalg.matrix_rank(design)) if cells else 0
+        if freedom == 0:
             return None
-        freedom = sum(len(group) - 1 for group in groups)
-        return (sum(statistics.variance(group) * (len(group) - 1) for group in groups) / freedom) ** 0.5, freedom
+        values = np.array([*cells.values()])
+        residuals = values - design @ np.linalg.lstsq(design, values)[0]
+        return float(np.sqrt((residuals**2).sum() / freedom)), freedom
 
-    def interval(self, differences: list[float], name: str = "validation_loss") -> tuple[float, float | None]:
-        """Mean and half the width of its 95 % interval; of a single difference, from the noise of the others."""
-        mean = statistics.fmean(differences)
-        if len(differences) > 1:
-            return mean, half_width(statistics.stdev(differences), len(differences), len(differences) - 1)
-        noise = self.noise(name)
-        return mean, None if noise is None else half_width(noise[0], 1, noise[1])
+    def interval(self, row: str, other: str, name: str = "validation_loss") -> tuple[float, float | None]:
+        """Mean of the differences and half the width of its 95 % interval."""
+        differences, noise = self.differences(row, other, name), self.noise(row, name)
+        return statistics.fmean(differences), None if noise is None else half_width(*noise, len(differences))
 
 
-def half_width(deviation: float, count: int, freedom: int) -> float:
-    return STUDENT[min(freedom, len(STUDENT)) - 1] * deviation / count**0.5
+def half_width(deviation: float, freedom: int, count: int) -> float:
+    """Of the interval of a mean of `count` differences between two values."""
+    return student(freedom) * deviation * (2 / count) ** 0.5
+
+
+def student(freedom: int) -> float:
+    return STUDENT[min(freedom, len(STUDENT)) - 1]
 
 
 def paper_row(variant: str) -> PaperRow:
-    fields = variant_fields(variant)
-    wanted = tuple(fields.get(name) for name in ("residual_type", "num_depth_blocks", "depth_key_rank"))
-    (found,) = [row for row in PAPER_TABLE if (row.residual_type, row.num_depth_blocks, row.depth_key_rank) == wanted]
+    (found,) = [row for row in PAPER_TABLE if row.variant == variant]
     return found
 
 
@@ -84,14 +94,13 @@ def mean_text(values: list[float]) -> str:
     mean = statistics.fmean(values)
     if len(values) == 1:
         return f"{mean:.4f}"
-    return f"{mean:.4f} ± {half_width(statistics.stdev(values), len(values), len(values) - 1):.4f}"
+    return f"{mean:.4f} ± {student(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5:.4f}"
 
 
 def difference_text(results: Results, row: str, other: str, name: str = "validation_loss") -> str:
-    differences = results.differences(row, other, name)
-    if row == other or not differences:
+    if row == other or not results.differences(row, other, name):
         return "-"
-    mean, half = results.interval(differences, name)
+    mean, half = results.interval(row, other, name)
     return f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}")
 
 
@@ -141,10 +150,9 @@ class Claim:
         return row - other
 
     def verdict(self, results: Results) -> str:
-        differences = results.differences(self.row, self.other, self.name)
-        if not differences:
+        if not results.differences(self.row, self.other, self.name):
             return "not run"
-        mean, half = results.interval(differences, self.name)
+        mean, half = results.interval(self.row, self.other, self.name)
         same_sign = (mean < 0) == (self.paper(results.sweep) < 0)
         if half is None:
             return "same sign (one seed)" if same_sign else "other sign (one seed)"
@@ -221,19 +229,15 @@ def continued_text(results: Results) -> str:
 
 
 def noise_text(results: Results) -> str:
-    noise = results.noise()
+    noise = results.noise(BASELINE)
     if noise is None:
-        return (
-            ""
-            if not results.rows
-            else "No row but the baseline has two seeds yet: nothing here can be told from chance."
-        )
-    deviation, freedom = noise
+        nothing = "No two rows have two seeds yet: nothing here can be told from chance."
+        return nothing if results.rows else ""
+    one, three = (f"{half_width(*noise, count):.4f}" for count in (1, 3))
     return (
-        f"Between seeds, the difference of a row to the baseline of the same seed varies with a standard deviation of "
-        f"{deviation:.4f} ({freedom} degrees of freedom; fewer in truth, since all rows are compared with the same "
-        f"baselines). A single difference below {half_width(deviation, 1, freedom):.4f} says nothing; a mean over "
-        f"three seeds resolves about {half_width(deviation, 3, freedom):.4f}."
+        "Beyond what its seed does to all rows alike, a loss varies with a standard deviation of "
+        f"{noise[0]:.4f} ({noise[1]} degrees of freedom). So the difference of two rows counts above {one} where both "
+        f"have one seed in common, and above {three} with three."
     )
 
 
@@ -303,8 +307,9 @@ def render(results: Results) -> str:
     """What stands between the marks of the page."""
     sections = [missing_text(results), main_table(results)]
     sections.append(
-        "± is half the width of a 95 % interval (Student's t): of the mean over seeds, or, in a difference of one "
-        "seed, from the spread of the rows that have several. Effective sources: the mean over sites, first seed. "
+        "± is half the width of a 95 % interval (Student's t): of a mean over seeds, by their spread; of a difference "
+        "between rows, by what is left of all losses when each row and each seed has its mean (a randomised block "
+        "design), divided among the seeds that both have. Effective sources: the mean over sites, first seed. "
         + timing_text(results)
     )
     sections += ["### Claim by claim", summary(results), claims_table(results), noise_text(results)]
@@ -316,12 +321,27 @@ def render(results: Results) -> str:
     return "\n\n".join(filter(None, sections))
 
 
-def write(results: Results, page: Path) -> None:
+def render_briefly(results: Results) -> str:
+    """What README shows: the rows that were trained from the start, and the verdicts."""
+    heads = ["row", "seeds", "validation loss", "against `standard`", "the paper's row", "its difference"]
+    baseline, rows = paper_row(BASELINE).validation_loss, []
+    for row, variant in results.sweep.rows.items():
+        if row in results.rows:
+            loss, paper = mean_text(results.values(row, "validation_loss")), paper_row(variant).validation_loss
+            difference = "-" if row == BASELINE else f"{paper - baseline:+.4f}"
+            seeds, here = str(len(results.rows[row])), difference_text(results, row, BASELINE)
+            rows.append([f"`{row}`", seeds, loss, here, f"`{variant}`", difference])
+    there, total = sum(map(len, results.rows.values())), len(results.sweep.runs())
+    return f"{table(heads, rows)}\n\n{there} of {total} runs are done. {summary(results)}"
+
+
+def fill(page: Path, begin: str, end: str, content: str) -> None:
+    """Replace what stands between two marks of a page."""
     text = page.read_text()
-    if not re.search(f"{re.escape(BEGIN)}.*{re.escape(END)}", text, flags=re.DOTALL):
-        raise ValueError(f"{page} lacks the marks {BEGIN} and {END}.")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n\n{render(results)}\n\n{END}{after}")
+    if not re.search(f"{re.escape(begin)}.*{re.escape(end)}", text, flags=re.DOTALL):
+        raise ValueError(f"{page} lacks the marks {begin} and {end}.")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    page.write_text(f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
 def draw(results: Results, folder: Path) -> None:
@@ -340,10 +360,15 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--sweep", type=Path, default=SWEEP, help="default: %(default)s")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    parser.add_argument("--readme", type=Path, help="default: README.md, if the page is that of this repository")
     options = parser.parse_args()
+    if options.page == PAGE:
+        options.readme = options.readme or README
     try:
         results = Results(load_sweep(options.sweep), options.results)
-        write(results, options.page)
+        fill(options.page, BEGIN, END, render(results))
+        if options.readme is not None:
+            fill(options.readme, "<!-- miniature -->", "<!-- end of miniature -->", render_briefly(results))
         draw(results, options.page.parent / FIGURES)
     except (OSError, ValueError) as error:
         sys.exit(f"Error: {error}")

@@ -20,8 +20,8 @@ from sweep import RESULTS, SWEEP, Run, Sweep, load_sweep, run_folder, start_fold
 
 from lr_attnres.data import prepare
 from lr_attnres.model_card import read_provenance
-from lr_attnres.training_arguments import variant_fields
 from lr_attnres.upgrade import upgrade_model
+from lr_attnres.variants import variant_fields
 
 
 def result_file(results: Path, run: Run) -> Path:

@@ -8,7 +8,9 @@ from typing import Any
 
 import yaml
 
-from lr_attnres.training_arguments import PAPER_VARIANTS, TrainArguments, load_arguments, variant_fields
+from lr_attnres.paper import PAPER_VARIANTS
+from lr_attnres.training_arguments import TrainArguments, load_arguments
+from lr_attnres.variants import variant_fields
 
 
 HERE = Path(__file__).parent

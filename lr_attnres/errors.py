@@ -1,4 +1,4 @@
-"""What the Hub client raises, as one line that says what to do."""
+"""Whatever can fail on the Hub, on the disk or in a config, as one line that says what to do."""
 
 import errno
 import os

@@ -6,7 +6,7 @@ import httpx2
 import pytest
 from huggingface_hub import errors
 
-from lr_attnres.hub_errors import HubError, clear_hub_errors
+from lr_attnres.errors import HubError, clear_hub_errors
 
 
 def answer(status: int, error_class=errors.HfHubHTTPError, message: str = "") -> errors.HfHubHTTPError:
