@@ -329,7 +329,7 @@ def other_modes(name: str, args: argparse.Namespace) -> tuple[dict[str, int], di
     content = json.loads(path.read_text()) if path.exists() else {}
     settings = content.get("settings", {})
     found = [content.get("benchmark"), content.get("machine"), settings.get("layers"), settings.get("tokens")]
-    if found != [name, machine(), args.layers, args.tokens]:
+    if found != [name, machine(), args.layers, args.tokens] or not isinstance(settings.get("repeats"), dict):
         return {}, {}
     repeats = {mode: number for mode, number in settings["repeats"].items() if mode not in args.modes}
     columns = {title: column for title, column in content["columns"].items() if title.split(",")[0] in repeats}
