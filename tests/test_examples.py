@@ -63,11 +63,16 @@ def test_publish_model():
     assert "license: apache-2.0" in output and "| weights | random |" in output
 
 
-def test_publish_model_adds_nothing_to_a_folder(tmp_path):
+def test_publish_model_adds_nothing_to_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import publish_model
+
+    monkeypatch.setattr(publish_model, "push", lambda *args, **options: None)  # which loads it in a clean process
     save_text_model(tmp_path)
-    before = sorted(path.name for path in tmp_path.iterdir())
-    assert "license:" not in run_example("publish_model.py", tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    publish_model.main(str(tmp_path))
+    assert "license:" not in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def losses_before_and_after(output: str) -> list[float]:

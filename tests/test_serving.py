@@ -92,7 +92,8 @@ def test_chat_streaming_and_two_at_once(served, capsys):
 
     chunks = list(client.chat.completions.create(messages=MESSAGES, stream=True, **options))
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(pieces) == expected and sum(map(bool, pieces)) > 1
+    # A character whose last bytes never come is not sent.
+    assert "".join(pieces).rstrip("\ufffd") == expected.rstrip("\ufffd") and sum(map(bool, pieces)) > 1
 
     questions = [[{"role": "user", "content": text}] for text in ("One?", "Another, longer question?")]
     with ThreadPoolExecutor(2) as pool:
