@@ -235,7 +235,7 @@ def test_unreadable_file(content, tmp_path):
     (tmp_path / "broken.pt").write_bytes(content)
     with pytest.raises(ConversionError, match="broken.pt"):
         convert_released_checkpoint(tmp_path / "broken.pt", tmp_path / "output")
-    with pytest.raises(ConversionError, match="not a file"):
+    with pytest.raises(ConversionError, match="is not on this machine"):
         convert_released_checkpoint(tmp_path / "absent.pt", tmp_path / "output")
     assert not (tmp_path / "output").exists()
 
