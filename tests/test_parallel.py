@@ -1,13 +1,11 @@
 """Two processes on gloo: tensor parallelism and FSDP2, by the plans of the model, and DDP equal one process."""
 
-import socket
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from common import VARIANTS as COMMON_VARIANTS
 from common import random_tokens, small_model
 from torch.distributed.fsdp import fully_shard
@@ -24,27 +22,13 @@ VARIANTS = ["standard", "attnres_full", "projected_block", "sliced_block", "slic
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+def run_on_two(function, *arguments):
+    assert processes.run(join, function, arguments, processes=2) == [0, 0]
 
 
-def worker(rank, function, port, arguments):
-    sys.path.insert(0, str(Path(__file__).parent))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        function(*arguments)
-    finally:
-        dist.destroy_process_group()
-
-
-def run_on_two(function, *arguments, monkeypatch):
-    port = free_port()
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    mp.spawn(worker, (function, port, arguments), nprocs=2)
+def join(function, arguments):
+    dist.init_process_group("gloo")
+    function(*arguments)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,8 +59,8 @@ def folders(tmp_path) -> list[Path]:
     return [tmp_path / variant for variant in VARIANTS]
 
 
-def test_tensor_parallel(folders, monkeypatch):
-    run_on_two(tensor_parallel, folders, random_tokens(2, 9), monkeypatch=monkeypatch)
+def test_tensor_parallel(folders):
+    run_on_two(tensor_parallel, folders, random_tokens(2, 9))
 
 
 def tensor_parallel(folders, input_ids):
@@ -84,8 +68,8 @@ def tensor_parallel(folders, input_ids):
         check_against_one_process(folder, torch.float32, input_ids, tp_size=2)
 
 
-def test_fsdp(folders, monkeypatch):
-    run_on_two(fully_sharded, folders, random_tokens(2, 9), monkeypatch=monkeypatch)
+def test_fsdp(folders):
+    run_on_two(fully_sharded, folders, random_tokens(2, 9))
 
 
 def fully_sharded(folders, input_ids):
@@ -95,8 +79,8 @@ def fully_sharded(folders, input_ids):
             check_against_one_process(folder, torch.bfloat16, input_ids, fsdp_size=2)
 
 
-def test_ddp(folders, monkeypatch):
-    run_on_two(data_parallel, folders, random_tokens(2, 9), monkeypatch=monkeypatch)
+def test_ddp(folders):
+    run_on_two(data_parallel, folders, random_tokens(2, 9))
 
 
 def data_parallel(folders, input_ids):
@@ -117,8 +101,8 @@ def test_no_plan_for_pipeline_parallelism(variant):
     assert not small_model(variant).supports_pp_plan
 
 
-def test_chunked_loss(folders, monkeypatch):
-    run_on_two(chunked_loss, folders, random_tokens(2, 9), monkeypatch=monkeypatch)
+def test_chunked_loss(folders):
+    run_on_two(chunked_loss, folders, random_tokens(2, 9))
 
 
 def chunked_loss(folders, input_ids):
