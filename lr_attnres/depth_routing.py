@@ -224,13 +224,13 @@ class DepthBank:
             self.bank[..., -1] = floor
         self.make_views()
         self.rows[0].copy_(emitted)
-        self.write_logits(self.keys[0], self.queries, self.logits[:, :, 0, 0])
+        self.write_logits(0, self.queries, self.logits[:, :, 0, 0])
 
     def make_views(self) -> None:
         self.values = self.bank[..., : self.hidden_size]
         self.rows = self.bank[..., : self.width].split(1, dim=1)
-        self.keys = self.bank[..., -self.queries.shape[1] :].unbind(1)
-        self.norm_dim = None if len(self.bank) == 1 else -1  # over all is faster than over one dimension
+        self.keys = self.bank[..., -self.queries.shape[1] :].transpose(0, 2).unbind(1)  # [R, B] each
+        self.norm_dim = None if len(self.bank) == 1 else 0  # over all is faster than over one dimension
         self.site_queries = self.queries.split(1)
         self.site_logits = self.logits.unbind(0)
         self.partial_logits = self.logits[:, :, 0, -1].split(1)
@@ -253,13 +253,13 @@ class DepthBank:
                 self.rows[own].copy_(emitted)
             else:
                 torch.add(self.rows[-1], emitted, out=self.rows[own])
-            self.write_logits(self.keys[own], self.queries[index:], self.logits[index:, :, 0, own])
+            self.write_logits(own, self.queries[index:], self.logits[index:, :, 0, own])
         else:
             if site.count == 1:
                 self.rows[-1].copy_(emitted)
             else:
                 self.rows[-1].add_(emitted)
-            self.write_logits(self.keys[-1], self.site_queries[index], self.partial_logits[index])
+            self.write_logits(-1, self.site_queries[index], self.partial_logits[index])
         weights = self.site_logits[index].softmax(dim=-1)
         hidden = torch.bmm(weights, self.values)
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
@@ -271,9 +271,10 @@ class DepthBank:
             return weights[..., : site.num_completed + 1]
         return torch.cat([weights[..., : site.num_completed], weights[..., -1:]], dim=-1)
 
-    def write_logits(self, key: torch.Tensor, queries: torch.Tensor, logits: torch.Tensor) -> None:
-        """key [B, R], queries [sites, R] -> logits [sites, B]; both with one more coordinate if there is a floor."""
-        product = torch.mm(queries, key.t())
+    def write_logits(self, row: int, queries: torch.Tensor, logits: torch.Tensor) -> None:
+        """For queries [sites, R], one coordinate more if there is a floor -> logits [sites, B] of a row."""
+        key = self.keys[row]
+        product = torch.mm(queries, key)
         if self.has_floor:
             torch.div(product, torch.linalg.vector_norm(key, dim=self.norm_dim), out=logits)
         else:
