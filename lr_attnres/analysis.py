@@ -42,7 +42,7 @@ class DepthAnalysis:
     """
 
     name: str
-    source: str
+    loaded_from: str  # a folder or Hub repository
     residual_type: str
     num_layers: int
     block_ends: list[int]  # the sites at which a block is complete
@@ -74,7 +74,7 @@ def _entropy(depth_weights: torch.Tensor) -> torch.Tensor:
 
 
 def analyze(
-    sources: list[str],
+    models: list[str],
     data: str | list[str],
     output_dir: str | os.PathLike,
     *,
@@ -88,7 +88,7 @@ def analyze(
     """Analyze models over the same held-out tokens, and draw them side by side.
 
     Args:
-        sources: folders or Hub repositories.
+        models: folders or Hub repositories.
         data: a folder written by `prepare` (its validation split), or what `prepare` takes: text files, folders, a
             dataset. Text is tokenized by each model's own tokenizer.
         output_dir: folder to create, with one folder per model and the figures.
@@ -99,17 +99,17 @@ def analyze(
 
     check_absent(Path(output_dir))
     if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"--max-tokens is {max_tokens}; it must be at least 1.")
+        raise ValueError(f"`max_tokens` is {max_tokens}; it must be at least 1.")
     if batch_size < 1:
-        raise ValueError(f"--batch-size is {batch_size}; it must be at least 1.")
-    names = _names(sources)
+        raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
+    names = _names(models)
     analyses = []
-    for source, name in zip(sources, names):
-        model = load_language_model(source, device, dtype)
-        rows = open_rows(data, source, model.config, sequence_length)
+    for folder_or_repo, name in zip(models, names):
+        model = load_language_model(folder_or_repo, device, dtype)
+        rows = open_rows(data, folder_or_repo, model.config, sequence_length)
         batches = take_tokens(make_batches(rows, batch_size), max_tokens)
         with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, desc=name, disable=not progress_bar) as bar:
-            analyses.append(analyze_model(model, batches, name=name, source=source, bar=bar))
+            analyses.append(analyze_model(model, batches, name=name, loaded_from=folder_or_repo, bar=bar))
     with staged_folder(Path(output_dir)) as folder:
         for analysis in analyses:
             analysis.save(folder / _file_name(analysis.name))
@@ -138,12 +138,12 @@ def analyze_model(
     batches: Iterable[dict[str, torch.Tensor]],
     *,
     name: str | None = None,
-    source: str = "",
+    loaded_from: str = "",
     bar: tqdm | None = None,
 ) -> DepthAnalysis:
     """`batches` are dicts of `input_ids`, `position_ids` and `labels`, each int64 [B, T]."""
     name = name or variant_name(model.config)
-    gradient_norm = average_gradient_norm(source)  # a damaged file is refused before the work
+    gradient_norm = average_gradient_norm(loaded_from)  # a damaged file is refused before the work
     routing, loss, num_labels = _Routing(model.config), 0.0, 0
     with evaluation_mode(model), _Magnitudes(model) as magnitudes:
         for batch in batches:
@@ -157,11 +157,11 @@ def analyze_model(
     if not routing.tokens:
         raise ValueError("the data holds no tokens.")
     if not math.isfinite(loss):
-        raise ValueError(f"the loss of {name} is {loss}: weights are damaged, or too large for --dtype.")
+        raise ValueError(f"the loss of {name} is {loss}: weights are damaged, or too large for `dtype`.")
     tensors = routing.means() | {"output_magnitude": magnitudes.means(), "query_norms": _query_norms(model)}
     return DepthAnalysis(
         name=name,
-        source=source,
+        loaded_from=loaded_from,
         residual_type=model.config.residual_type,
         num_layers=model.config.num_hidden_layers,
         block_ends=depth_block_ends(2 * model.config.num_hidden_layers, model.config.num_depth_blocks),
@@ -263,25 +263,25 @@ def _query_norms(model: LRAttnResForCausalLM) -> torch.Tensor:
     return model.model.depth_queries.weight.double().norm(dim=-1).cpu()
 
 
-def average_gradient_norm(source: str | os.PathLike) -> float | None:
+def average_gradient_norm(loaded_from: str | os.PathLike) -> float | None:
     """The mean of `grad_norm` over the logged steps of the run that a folder belongs to; None without its metrics."""
-    folder = Path(source)
+    folder = Path(loaded_from)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
     for place in (folder, run):
-        if source and (place / METRICS_FILE).is_file():
+        if loaded_from and (place / METRICS_FILE).is_file():
             norms = [step["grad_norm"] for step in read_metrics(place / METRICS_FILE) if "grad_norm" in step]
             return sum(norms) / len(norms) if norms else None
     return None
 
 
-def _names(sources: list[str]) -> list[str]:
+def _names(models: list[str]) -> list[str]:
     """The variants, told apart by their folders where several models have the same."""
-    variants = [variant_name(load_config(source)) for source in sources]
-    for place in (lambda source: "", lambda source: f" ({Path(source).name})", lambda source: f" ({source})"):
-        names = [variant + place(source) for variant, source in zip(variants, sources)]
+    variants = [variant_name(load_config(model)) for model in models]
+    for place in (lambda model: "", lambda model: f" ({Path(model).name})", lambda model: f" ({model})"):
+        names = [variant + place(model) for variant, model in zip(variants, models)]
         if len({_file_name(name) for name in names}) == len(names):
             return names
-    raise ValueError(f"the same model is given twice: {', '.join(sources)}.")
+    raise ValueError(f"the same model is given twice: {', '.join(models)}.")
 
 
 def _file_name(name: str) -> str:

@@ -50,14 +50,17 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        return _fail(explain_os_error(error))
+        message = explain_os_error(error)
     except StrictDataclassError as error:
-        return _fail(explain_field_error(error))
+        message = explain_field_error(error)
     except torch.OutOfMemoryError as error:
-        return _fail(f"{error} Take smaller batches, shorter rows or another --dtype.")
+        message = f"{error} Take smaller batches, shorter rows or another `dtype`."
     except (ValueError, ImportError, HubError, CleanProcessError) as error:
-        return _fail(str(error))
-    return 0
+        message = str(error)
+    else:
+        return 0
+    print(f"Error: {one_line(message)}", file=sys.stderr)
+    return 1
 
 
 def make_parser() -> Parser:
@@ -80,11 +83,6 @@ def make_parser() -> Parser:
         )
         command.set_defaults(run=add_arguments(command), parser=command)
     return parser
-
-
-def _fail(message: str) -> int:
-    print(f"Error: {one_line(message)}", file=sys.stderr)
-    return 1
 
 
 def _prepare(parser: argparse.ArgumentParser) -> Callable:
@@ -214,7 +212,7 @@ def _push(parser: argparse.ArgumentParser) -> Callable:
 
 
 def _generate(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("source", metavar="FOLDER_OR_REPO")
+    parser.add_argument("model", metavar="MODEL", help="a folder or Hub repository")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
@@ -273,7 +271,7 @@ def _evaluate(parser: argparse.ArgumentParser) -> Callable:
 
 
 def _serve(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("source", metavar="FOLDER_OR_REPO")
+    parser.add_argument("model", metavar="MODEL", help="a folder or Hub repository")
     parser.add_argument("--host", default="localhost", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     _add_model_arguments(parser)
@@ -290,7 +288,7 @@ def _serve(parser: argparse.ArgumentParser) -> Callable:
 
 
 def _analyze(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("sources", metavar="FOLDER_OR_REPO", nargs="+", help="models to measure side by side")
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="folders or Hub repositories, to measure side by side")
     parser.add_argument(
         "--data",
         nargs="+",
@@ -314,7 +312,7 @@ def _analyze(parser: argparse.ArgumentParser) -> Callable:
 
 
 def _explore(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("sources", metavar="FOLDER_OR_REPO", nargs="+", help="a model, or two to compare")
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="a folder or Hub repository, or two to compare")
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
     _add_model_arguments(parser)
@@ -329,7 +327,7 @@ def _explore(parser: argparse.ArgumentParser) -> Callable:
 
 
 def _cost(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("source", metavar="FOLDER_OR_REPO", nargs="?", help="a saved model, in place of the options")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a saved model, in place of the options")
     parser.add_argument("--paper", action="store_true", help="all rows of the paper's table, and its worked example")
     parser.add_argument("--figure", metavar="FILE", help="with --paper: draw losses against costs, as PNG and SVG")
     _add_depth_arguments(parser)
@@ -339,12 +337,12 @@ def _cost(parser: argparse.ArgumentParser) -> Callable:
             f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N", help="default: as in the paper's model"
         )
 
-    def run(source, paper, figure, **fields):
+    def run(model, paper, figure, **fields):
         from .cost import cost_report, paper_report
         from .loading import load_config
 
-        if bool(source) + paper + bool(fields) > 1:
-            raise ValueError("give one of FOLDER_OR_REPO, --paper and the options of a model.")
+        if bool(model) + paper + bool(fields) > 1:
+            raise ValueError("give one of MODEL, --paper and the options of a model.")
         if figure and not paper:
             raise ValueError("--figure draws the paper's table: give --paper too.")
         if figure:
@@ -354,7 +352,7 @@ def _cost(parser: argparse.ArgumentParser) -> Callable:
                 draw_paper(figure)
         if paper:
             return print(paper_report())
-        print(cost_report(load_config(source) if source else LRAttnResConfig(**fields)))
+        print(cost_report(load_config(model) if model else LRAttnResConfig(**fields)))
 
     return run
 

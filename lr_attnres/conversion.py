@@ -355,12 +355,12 @@ def _write_model(folder: Path, config: LRAttnResConfig, state_dict: dict[str, to
     try:
         model.save_pretrained(folder, state_dict=state_dict, max_shard_size=shard_size)
     except ValueError as error:
-        raise ConversionError(f"--max-shard-size {shard_size}: {error}") from error
+        raise ConversionError(f"`max_shard_size` {shard_size}: {error}") from error
 
 
 def _add_tokenizer(folder: Path, config: LRAttnResConfig, source: str | os.PathLike | None) -> None:
     if source is None and config.vocab_size != CL100K_VOCAB_SIZE:
-        logger.warning(f"No tokenizer was written: {config.vocab_size} tokens are not cl100k_base. Give --tokenizer.")
+        logger.warning(f"No tokenizer was written: {config.vocab_size} tokens are not cl100k_base. Give one as `tokenizer`.")
         return
     try:
         tokenizer: PreTrainedTokenizerBase
@@ -370,14 +370,14 @@ def _add_tokenizer(folder: Path, config: LRAttnResConfig, source: str | os.PathL
             tokenizer = load_tokenizer(source)
     except TokenizerError as error:
         if source is not None:
-            raise ConversionError(f"--tokenizer: {error}") from error
+            raise ConversionError(f"`tokenizer`: {error}") from error
         logger.warning(f"No tokenizer was written: {error}")
         return
     except LoadingError as error:
-        raise ConversionError(f"--tokenizer {source}: {error}") from error
+        raise ConversionError(f"`tokenizer` {source}: {error}") from error
     size = max(tokenizer.get_vocab().values()) + 1
     if size > config.vocab_size:
-        raise ConversionError(f"--tokenizer {source} has {size} tokens, the model {config.vocab_size}.")
+        raise ConversionError(f"`tokenizer` {source} has {size} tokens, the model {config.vocab_size}.")
     tokenizer.save_pretrained(folder)
 
 

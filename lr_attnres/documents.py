@@ -158,14 +158,14 @@ class DatasetDocuments(Documents):
 
 def _check_column(columns: Iterable[str], column: str, place: str) -> None:
     if column not in columns:
-        raise ValueError(f"{place} has no column {column!r}; it has {', '.join(sorted(columns))}: give --column.")
+        raise ValueError(f"{place} has no column {column!r}; it has {', '.join(sorted(columns))}: name one as `column`.")
 
 
 def _checked_text(record: dict, column: str, place: str) -> str:
     _check_column(record, column, place)
     text = record[column]
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{place}: {column!r} is a {type(text).__name__}, not a text: give another --column.")
+        raise ValueError(f"{place}: {column!r} is a {type(text).__name__}, not a text: name another `column`.")
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express and UTF-8 cannot

@@ -39,7 +39,7 @@ def clear_hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None
     except HFValidationError as error:
         raise HubError(f"{repo_id!r} is not a repository name: {_first_line(error)}") from error
     except LocalTokenNotFoundError as error:
-        raise HubError("there is no Hub token: run `hf auth login`, set HF_TOKEN or give --token.") from error
+        raise HubError("there is no Hub token: run `hf auth login`, set HF_TOKEN or give a token.") from error
     except OfflineModeIsEnabled as error:
         raise HubError("HF_HUB_OFFLINE is set, so the Hub cannot be reached: unset it.") from error
     except (httpx2.HTTPError, ConnectionError, RuntimeError) as error:
@@ -90,7 +90,7 @@ def _explain_answer(error: HfHubHTTPError, repo_id: str, revision: str | None) -
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} has no revision {revision!r}."
     if status == 401 and not isinstance(error, RepositoryNotFoundError):
-        return f"{said}: the token is missing or wrong; run `hf auth login`, set HF_TOKEN or give --token."
+        return f"{said}: the token is missing or wrong; run `hf auth login`, set HF_TOKEN or give a token."
     if isinstance(error, RepositoryNotFoundError):
         return f"{said}: {repo_id} does not exist, or your token is missing, wrong or may not see it."
     if status == 403:

@@ -44,11 +44,11 @@ class Reading:
 class ExploredModel:
     """A model with its tokenizer, and what the page says of it."""
 
-    def __init__(self, source: str, device: str = "auto", dtype: str = "auto"):
-        self.config = load_config(source)
+    def __init__(self, model: str, device: str = "auto", dtype: str = "auto"):
+        self.config = load_config(model)
         self.name = variant_name(self.config)
-        self.tokenizer = load_tokenizer(source, self.config)
-        self.model = load_language_model(source, device, dtype).eval()
+        self.tokenizer = load_tokenizer(model, self.config)
+        self.model = load_language_model(model, device, dtype).eval()
         self.is_routed = self.config.residual_type != "standard"
         self.block_ends = depth_block_ends(2 * self.config.num_hidden_layers, self.config.num_depth_blocks)
 
@@ -261,7 +261,7 @@ def build_page(models: list[ExploredModel]) -> gr.Blocks:
 
 
 def explore(
-    sources: list[str],
+    models: list[str],
     *,
     host: str = "127.0.0.1",
     port: int | None = None,
@@ -270,10 +270,10 @@ def explore(
     wait: bool = True,
 ) -> gr.Blocks:
     """Serve the page for one model, or for two to compare, until interrupted (or, without `wait`, until closed)."""
-    if not 1 <= len(sources) <= 2:
-        raise ValueError(f"{len(sources)} models were given; explore one, or two to compare.")
+    if not 1 <= len(models) <= 2:
+        raise ValueError(f"{len(models)} models were given; explore one, or two to compare.")
     check_address(host, port)
-    blocks = build_page([ExploredModel(source, device, dtype) for source in sources])
+    blocks = build_page([ExploredModel(model, device, dtype) for model in models])
     theme = gr.themes.Default(font=FONTS, font_mono=MONO_FONTS)
     blocks.queue().launch(
         server_name=host,

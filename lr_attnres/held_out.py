@@ -17,25 +17,25 @@ PIECE_CHARACTERS = 100_000
 
 
 def open_rows(
-    data: str | list[str], source: str, config: LRAttnResConfig, sequence_length: int | None = None
+    data: str | list[str], model: str, config: LRAttnResConfig, sequence_length: int | None = None
 ) -> Iterable[dict[str, torch.Tensor]]:
-    """The rows of a prepared folder, or of text tokenized for the model of `source`."""
+    """The rows of a prepared folder, or of text tokenized for `model`, a folder or Hub repository."""
     data = [data] if isinstance(data, str) else data
     if len(data) == 1 and (Path(data[0]) / "manifest.json").is_file():
         packed = PackedTokens(data[0], "validation")
         check_fits(config.vocab_size, config.max_position_embeddings, packed.manifest)
-        check_same_tokens(source, packed)
+        check_same_tokens(model, packed)
         if sequence_length is not None:
-            raise ValueError(f"--sequence-length is for text; {data[0]} has rows of {packed.sequence_length} tokens.")
+            raise ValueError(f"`sequence_length` is for text; {data[0]} has rows of {packed.sequence_length} tokens.")
         return (packed[i] for i in range(len(packed)))
     length = min(config.max_position_embeddings, 2048) if sequence_length is None else sequence_length
     if length < 2:
-        raise ValueError(f"--sequence-length is {length}; it must be at least 2.")
+        raise ValueError(f"`sequence_length` is {length}; it must be at least 2.")
     if length > config.max_position_embeddings:
         raise ValueError(
-            f"--sequence-length is {length}; the context of {source} is {config.max_position_embeddings}: lower it."
+            f"`sequence_length` is {length}; the context of {model} is {config.max_position_embeddings}: lower it."
         )
-    return text_rows(open_documents(data), load_tokenizer(source, config), length)
+    return text_rows(open_documents(data), load_tokenizer(model, config), length)
 
 
 def check_same_tokens(model: str, data: PackedTokens) -> None:
@@ -48,7 +48,7 @@ def check_same_tokens(model: str, data: PackedTokens) -> None:
     if tokenizer.get_vocab() != load_data_tokenizer(data.folder).get_vocab():
         raise ValueError(
             f"{data.folder} was prepared with another tokenizer than that of {model}: prepare the text again with "
-            f"`--tokenizer {model}`."
+            "the model's."
         )
 
 

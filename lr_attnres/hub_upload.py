@@ -189,7 +189,7 @@ def push(
     api = HfApi(token=token, library_name="lr_attnres")
     _check_target(repo_id, revision, create_pr)
     if not dry_run and token is None and get_token() is None:
-        raise HubError("there is no Hub token: run `hf auth login`, set HF_TOKEN or give --token.")
+        raise HubError("there is no Hub token: run `hf auth login`, set HF_TOKEN or give a token.")
     if not dry_run and "/" not in repo_id:
         with clear_hub_errors(repo_id):
             repo_id = f"{api.whoami()['name']}/{repo_id}"
@@ -219,7 +219,7 @@ def _check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:
     with clear_hub_errors(repo_id):
         validate_repo_id(repo_id)
     if create_pr and revision not in (None, "main"):
-        raise PushError(f"--create-pr opens a pull request on main; it cannot go with --revision {revision}.")
+        raise PushError(f"`create_pr` opens a pull request on main; it cannot go with `revision` = {revision}.")
 
 
 def _open_repo(api: HfApi, repo_id: str, private: bool | None, revision: str | None, create_pr: bool) -> ModelInfo:

@@ -103,7 +103,7 @@ def local_path(source: str | os.PathLike, revision: str | None, error_class: typ
     path, name = Path(source), os.fspath(source)
     if name and path.exists():
         if revision is not None:
-            raise error_class(f"--revision goes with a Hub repository; {source} is on this machine.")
+            raise error_class(f"`revision` goes with a Hub repository; {source} is on this machine.")
         return path
     if not REPO_ID.fullmatch(name) or name.endswith(".pt"):
         raise error_class(f"{name!r} is not on this machine, nor a Hub repository of the form owner/name.")
@@ -134,4 +134,4 @@ def usable_device(name: str) -> torch.device:
         torch.zeros(1, device=name).item()
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # how torch says that there is no such device
-        raise LoadingError(f"--device {name} cannot be used: {one_line(error)}") from error
+        raise LoadingError(f"`device` {name} cannot be used: {one_line(error)}") from error

@@ -65,7 +65,7 @@ def write_weights(
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
-        raise FolderError(f"--max-shard-size {max_shard_size}: {error}") from error
+        raise FolderError(f"`max_shard_size` {max_shard_size}: {error}") from error
     for filename, names in tqdm(plan.filename_to_tensors.items(), desc="Writing weights", unit=" files"):
         save_file({name: make(name) for name in names}, folder / filename, metadata={"format": "pt"})
     if plan.is_sharded:

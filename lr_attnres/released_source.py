@@ -35,7 +35,7 @@ def find_released_file(
                 [file.relative_to(path).as_posix() for file in path.rglob("*.pt")], filename, name
             )
         if filename is not None:
-            raise ConversionError(f"--filename goes with a folder or a Hub repository; {source} is a file.")
+            raise ConversionError(f"`filename` goes with a folder or a Hub repository; {source} is a file.")
         return path
     try:
         with clear_hub_errors(name, revision):
@@ -60,5 +60,5 @@ def choose_file(names: list[str], filename: str | None, place: str) -> str:
     wanted = filename or f"{FINAL} or ckpt_step:N.pt"
     found = sorted(name for name in names if PurePosixPath(name).suffix == ".pt")
     raise ConversionError(
-        f"{place} has no {wanted}; its .pt files are: {', '.join(found) or 'none'}. Choose one with --filename."
+        f"{place} has no {wanted}; its .pt files are: {', '.join(found) or 'none'}. Choose one with `filename`."
     )

@@ -12,7 +12,7 @@ from .loading import load_config, load_tokenizer, usable_device
 
 
 def serve(
-    source: str,
+    model: str,
     *,
     host: str = "localhost",
     port: int = 8000,
@@ -32,12 +32,12 @@ def serve(
         raise ImportError(f"serving needs fastapi, uvicorn and openai: {command}")
     from transformers.cli.serve import Serve
 
-    for name, value in {"--cb-num-blocks": cb_num_blocks, "--cb-max-batch-tokens": cb_max_batch_tokens}.items():
+    for name, value in {"cb_num_blocks": cb_num_blocks, "cb_max_batch_tokens": cb_max_batch_tokens}.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
+            raise ValueError(f"`{name}` is {value}; it must be at least 1.")
     check_address(host, port)
     usable_device(device)
-    load_tokenizer(source, load_config(source))
+    load_tokenizer(model, load_config(model))
     if host not in ("localhost", "127.0.0.1", "::1"):
         print(
             f"Warning: whoever reaches {host}:{port} can use this server without a password, and have it load another "
@@ -50,7 +50,7 @@ def serve(
         setattr(transformers, name, getattr(modeling_lr_attnres, name))
     try:
         Serve(
-            force_model=source,
+            force_model=model,
             host=host,
             port=port,
             device=device,
@@ -60,16 +60,16 @@ def serve(
             cb_max_batch_tokens=cb_max_batch_tokens,
         )
     except SafetensorError as error:
-        raise ValueError(f"the weights of {source} cannot be loaded: {error}") from error
+        raise ValueError(f"the weights of {model} cannot be loaded: {error}") from error
 
 
 def check_address(host: str, port: int | None) -> None:
     """Raise where nothing can listen; without a port, at any port."""
     if port is not None and not 1 <= port < 2**16:
-        raise ValueError(f"--port is {port}; it must lie in 1..{2**16 - 1}.")
+        raise ValueError(f"`port` is {port}; it must lie in 1..{2**16 - 1}.")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port or 0), family=family).close()
     except OSError as error:
-        place = f"--host {host}" if port is None else f"--host {host} --port {port}"
+        place = f"`host` {host}" if port is None else f"`host` {host}, `port` {port}"
         raise ValueError(f"{place} cannot be listened to ({error.strerror}): choose another.") from error

@@ -19,7 +19,7 @@ class _Streamer(TextStreamer):
 
 
 def generate_text(
-    source: str,
+    model: str,
     prompt: str,
     *,
     max_new_tokens: int = 64,
@@ -37,26 +37,26 @@ def generate_text(
     Temperature 0 is greedy; any other samples, repeatably with `seed`. `output` is the standard output by default.
     """
     if not prompt:
-        raise ValueError("--prompt is empty; give the model something to continue.")
+        raise ValueError("`prompt` is empty; give the model something to continue.")
     if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
+        raise ValueError(f"`max_new_tokens` is {max_new_tokens}; it must be at least 1.")
     if seed is not None and not 0 <= seed < 2**32:
-        raise ValueError(f"--seed is {seed}; it must lie in 0..{2**32 - 1}.")
+        raise ValueError(f"`seed` is {seed}; it must lie in 0..{2**32 - 1}.")
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or above, and finite.")
+        raise ValueError(f"`temperature` is {temperature}; it must be 0 (greedy) or above, and finite.")
     if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p is {top_p}; it must lie above 0 and at most at 1.")
-    config = load_config(source, revision, token)
-    tokenizer = load_tokenizer(source, config, revision, token)
-    model = load_language_model(source, device, dtype, revision, token)
+        raise ValueError(f"`top_p` is {top_p}; it must lie above 0 and at most at 1.")
+    config = load_config(model, revision, token)
+    tokenizer = load_tokenizer(model, config, revision, token)
+    loaded = load_language_model(model, device, dtype, revision, token)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
     if seed is not None:
         set_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(loaded.device)
     with torch.inference_mode():
-        tokens = model.generate(
+        tokens = loaded.generate(
             **inputs,
             max_new_tokens=max_new_tokens,
             streamer=_Streamer(tokenizer, output or sys.stdout),
@@ -68,5 +68,5 @@ def generate_text(
 
 def _check_no_nan(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     if logits.isnan().any():
-        raise ValueError("the logits are not numbers (NaN): weights are damaged, or too large for --dtype.")
+        raise ValueError("the logits are not numbers (NaN): weights are damaged, or too large for `dtype`.")
     return logits

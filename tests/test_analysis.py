@@ -243,10 +243,10 @@ def test_command_writes_numbers_and_figures(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1."),
-        (["--batch-size", "0"], "--batch-size is 0; it must be at least 1."),
-        (["--sequence-length", "1"], "--sequence-length is 1; it must be at least 2."),
-        (["--sequence-length", "300"], "--sequence-length is 300; the context of "),
+        (["--max-tokens", "0"], "`max_tokens` is 0; it must be at least 1."),
+        (["--batch-size", "0"], "`batch_size` is 0; it must be at least 1."),
+        (["--sequence-length", "1"], "`sequence_length` is 1; it must be at least 2."),
+        (["--sequence-length", "300"], "`sequence_length` is 300; the context of "),
         (["--data", "missing.txt"], "missing.txt does not exist"),
         (["--data", "EMPTY"], "the data holds no tokens."),
     ],

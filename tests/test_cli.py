@@ -1,5 +1,7 @@
 """The command line parses and calls: its errors are one line, its examples parse, and `--help` shows them."""
 
+import argparse
+import inspect
 import os
 import re
 import shlex
@@ -11,7 +13,18 @@ import pytest
 import torch
 
 import lr_attnres
-from lr_attnres import cli
+from lr_attnres import (
+    analysis,
+    cli,
+    conversion,
+    data,
+    evaluation,
+    explore,
+    hub_upload,
+    serving,
+    text_generation,
+    upgrade,
+)
 
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +54,32 @@ def test_help_shows_an_example_that_parses(name, capsys, monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, name, (summary, example, parse_only))
     assert cli.main(shlex.split(example)[1:]) == 0
     assert len(calls) == 1
+
+
+FUNCTIONS = {
+    "prepare": data.prepare,
+    "evaluate": evaluation.evaluate_folder,
+    "convert": conversion.convert_released_checkpoint,
+    "upgrade": upgrade.upgrade_model,
+    "push": hub_upload.push,
+    "generate": text_generation.generate_text,
+    "serve": serving.serve,
+    "analyze": analysis.analyze,
+    "explore": explore.explore,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_command_has_the_defaults_of_its_function(name):
+    parser = argparse.ArgumentParser()
+    cli.COMMANDS[name][2](parser)
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    given = [action for action in options if not action.required and action.default is not argparse.SUPPRESS]
+    assert given
+    assert {action.dest: action.default for action in given} == {
+        action.dest: parameters[action.dest].default for action in given
+    }
 
 
 def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch, capsys):

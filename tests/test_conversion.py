@@ -269,7 +269,7 @@ def test_dtype_and_shards(tmp_path):
     for name in folder.glob("*.safetensors"):
         for key, tensor in load_file(name).items():
             assert tensor.dtype == (torch.float32 if "depth_queries" in key else torch.bfloat16)
-    with pytest.raises(ConversionError, match="--max-shard-size 50 lorries"):
+    with pytest.raises(ConversionError, match="`max_shard_size` 50 lorries"):
         convert_released_checkpoint(source, tmp_path / "bad", max_shard_size="50 lorries")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["half"]
 
@@ -316,8 +316,8 @@ def test_tokenizers_that_are_absent_or_do_not_fit(tmp_path, monkeypatch):
     byte_tokenizer().save_pretrained(tmp_path / "bytes")
     for tokenizer, message in [
         (tmp_path / "bytes", "has 257 tokens, the model 97"),
-        (tmp_path / "absent", "--tokenizer .*absent"),
-        (source, "--tokenizer: .*baseline.pt is not cl100k_base.tiktoken"),
+        (tmp_path / "absent", "`tokenizer` .*absent"),
+        (source, "`tokenizer`: .*baseline.pt is not cl100k_base.tiktoken"),
     ]:
         with pytest.raises(ConversionError, match=message):
             convert_released_checkpoint(source, tmp_path / "output", tokenizer=tokenizer)

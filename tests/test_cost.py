@@ -177,7 +177,7 @@ def test_command_for_one_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--paper", "--hidden-size", "64"], "give one of FOLDER_OR_REPO, --paper and the options of a model."),
+        (["--paper", "--hidden-size", "64"], "give one of MODEL, --paper and the options of a model."),
         (["--figure", "paper.png"], "--figure draws the paper's table: give --paper too."),
         (["--hidden-size", "100"], "`hidden_size` is 100, not a multiple of `num_attention_heads` = 16"),
         (["--depth-key-rank", "0"], "`depth_key_rank` is 0; it must lie in 1..hidden_size = 1024."),

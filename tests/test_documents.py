@@ -125,7 +125,7 @@ def test_files_are_identified_by_name_size_and_ends(tmp_path):
 
 def test_malformed_datasets(tmp_path):
     path, _ = source("dataset", tmp_path / "data")
-    with pytest.raises(ValueError, match="has no column 'text'; it has content, score: give --column"):
+    with pytest.raises(ValueError, match="has no column 'text'; it has content, score: name one as `column`"):
         open_documents([path])
     with pytest.raises(ValueError, match=r"\(split 'en'\) cannot be opened"):
         open_documents([path], "content", split="en")

@@ -50,7 +50,7 @@ CASES = [
         "the connection to the Hub failed (refused); run the same command again to go on.",
     ),
     (ConnectionResetError(), "the connection to the Hub failed (ConnectionResetError); run the same command again"),
-    (errors.LocalTokenNotFoundError("x"), "there is no Hub token: run `hf auth login`, set HF_TOKEN or give --token."),
+    (errors.LocalTokenNotFoundError("x"), "there is no Hub token: run `hf auth login`, set HF_TOKEN or give a token."),
     (errors.OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE is set, so the Hub cannot be reached: unset it."),
     (errors.HFValidationError("Repo id is bad\nmore"), "'owner/name' is not a repository name: Repo id is bad"),
     (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: free some space and run the same command"),

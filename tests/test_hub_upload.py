@@ -311,7 +311,7 @@ def test_names_that_are_taken(hub, run, folder):
     )
     assert_refused(run("push", "a b/c", folder, *WRITER), "'a b/c' is not a repository name")
     result = run("push", "writer/name", folder, "--create-pr", "--revision", "trial", *WRITER)
-    assert_refused(result, "it cannot go with --revision trial")
+    assert_refused(result, "it cannot go with `revision` = trial")
 
 
 def test_server_errors_and_dropped_connections(hub, run, folder):

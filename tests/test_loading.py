@@ -75,7 +75,7 @@ def test_a_model_with_another_head(saved, tmp_path):
         ("a/b/c", {}, "'a/b/c' is not on this machine, nor a Hub repository"),
         ("owner/absent", {}, "owner/absent is not on this machine, and the Hub cannot be reached"),
         (__file__, {}, "test_loading.py is a file; give the folder of the model"),
-        (".", {"revision": "v1"}, "--revision goes with a Hub repository; . is on this machine"),
+        (".", {"revision": "v1"}, "`revision` goes with a Hub repository; . is on this machine"),
     ],
 )
 def test_a_source_that_is_none(source, options, message):
@@ -112,5 +112,5 @@ def test_a_tokenizer_with_more_tokens_than_the_model(saved, tmp_path):
 
 @pytest.mark.parametrize("device", ["abacus", "meta", *([] if torch.cuda.is_available() else ["cuda", "cuda:7"])])
 def test_a_device_that_is_not_there_is_told_before_anything_is_read(device):
-    with pytest.raises(LoadingError, match=f"--device {device} cannot be used: "):
+    with pytest.raises(LoadingError, match=f"`device` {device} cannot be used: "):
         load_language_model("nowhere", device)

@@ -16,7 +16,7 @@ def test_final_then_highest_step():
     assert choose_file(steps, None, "here") == "ckpt_step:1000.pt"
     assert choose_file(steps, "ckpt_step:900.pt", "here") == "ckpt_step:900.pt"
     with pytest.raises(
-        ConversionError, match="here has no absent.pt; its .pt files are: ckpt_step:1000.pt, .*--filename"
+        ConversionError, match="here has no absent.pt; its .pt files are: ckpt_step:1000.pt, .*`filename`"
     ):
         choose_file(steps, "absent.pt", "here")
     with pytest.raises(ConversionError, match="here has no final_model.pt or ckpt_step:N.pt; its .pt files are: none"):
@@ -31,9 +31,9 @@ def test_folder_and_file(tmp_path):
     assert find_released_file(tmp_path, "run/other.pt") == tmp_path / "run/other.pt"
     file = tmp_path / "ckpt_step:2.pt"
     assert find_released_file(file) == file
-    with pytest.raises(ConversionError, match="--filename goes with a folder or a Hub repository"):
+    with pytest.raises(ConversionError, match="`filename` goes with a folder or a Hub repository"):
         find_released_file(file, filename="x.pt")
-    with pytest.raises(ConversionError, match="--revision goes with a Hub repository"):
+    with pytest.raises(ConversionError, match="`revision` goes with a Hub repository"):
         find_released_file(file, revision="main")
     with pytest.raises(ConversionError, match="is not on this machine, nor a Hub repository of the form owner/name"):
         find_released_file(tmp_path / "absent.pt")

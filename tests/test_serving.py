@@ -120,25 +120,25 @@ def test_without_the_extra(monkeypatch, capsys):
 
 @pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
 def test_a_port_that_is_none(port):
-    with pytest.raises(ValueError, match=f"--port is {port}; it must lie in 1..65535"):
+    with pytest.raises(ValueError, match=f"`port` is {port}; it must lie in 1..65535"):
         check_address("127.0.0.1", port)
 
 
 def test_a_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"--port {port} cannot be listened to \(.*in use.*\): choose another"):
+        with pytest.raises(ValueError, match=rf"`port` {port} cannot be listened to \(.*in use.*\): choose another"):
             check_address("127.0.0.1", port)
     check_address("127.0.0.1", port)
-    with pytest.raises(ValueError, match="--host no.such.host.invalid cannot be listened to"):
+    with pytest.raises(ValueError, match="`host` no.such.host.invalid cannot be listened to"):
         check_address("no.such.host.invalid", None)
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--device", "abacus"], "--device abacus cannot be used"),
-        (["--cb-num-blocks", "0"], "--cb-num-blocks is 0; it must be at least 1."),
+        (["--device", "abacus"], "`device` abacus cannot be used"),
+        (["--cb-num-blocks", "0"], "`cb_num_blocks` is 0; it must be at least 1."),
     ],
     ids=str,
 )

@@ -54,19 +54,19 @@ def test_command(model, tmp_path, capsys):
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.startswith(PROMPT)
     assert cli.main(["generate", str(tmp_path), "--prompt", ""]) == 1
-    assert capsys.readouterr().err == "Error: --prompt is empty; give the model something to continue.\n"
+    assert capsys.readouterr().err == "Error: `prompt` is empty; give the model something to continue.\n"
     assert cli.main([*arguments, "--device", "abacus"]) == 1
-    assert "Error: --device abacus cannot be used: " in capsys.readouterr().err
+    assert "Error: `device` abacus cannot be used: " in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "-1"]) == 1
-    assert "Error: --temperature is -1.0; it must be 0" in capsys.readouterr().err
+    assert "Error: `temperature` is -1.0; it must be 0" in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "nan"]) == 1
-    assert "Error: --temperature is nan" in capsys.readouterr().err
+    assert "Error: `temperature` is nan" in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "1", "--top-p", "2"]) == 1
-    assert "Error: --top-p is 2.0; it must lie" in capsys.readouterr().err
+    assert "Error: `top_p` is 2.0; it must lie" in capsys.readouterr().err
     assert cli.main([*arguments, "--max-new-tokens", "-1"]) == 1
-    assert capsys.readouterr().err == "Error: --max-new-tokens is -1; it must be at least 1.\n"
+    assert capsys.readouterr().err == "Error: `max_new_tokens` is -1; it must be at least 1.\n"
     assert cli.main([*arguments, "--seed", "-1"]) == 1
-    assert capsys.readouterr().err == "Error: --seed is -1; it must lie in 0..4294967295.\n"
+    assert capsys.readouterr().err == "Error: `seed` is -1; it must lie in 0..4294967295.\n"
 
 
 def test_damaged_weights(model, tmp_path, capsys):

@@ -30,7 +30,7 @@ def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str,
     model = LRAttnResForCausalLM.from_pretrained(model_folder).eval()
     rows = (validation[i] for i in range(len(validation)))
     batches = make_batches(rows, sweep.recipe["micro_batch_size"])
-    analysis = analyze_model(model, batches, source=str(model_folder))
+    analysis = analyze_model(model, batches, loaded_from=str(model_folder))
     batch_tokens = sweep.recipe["batch_tokens"]
     return {
         "row": run.row,
@@ -88,7 +88,7 @@ def as_analysis(result: dict[str, Any]) -> DepthAnalysis:
         tensors["depth_weights"] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=float("nan"))
     return DepthAnalysis(
         name=result["variant"],
-        source=result["row"],
+        loaded_from=result["row"],
         residual_type=result["variant"].split("-")[0],
         num_layers=result["num_layers"],
         block_ends=result["block_ends"],
