@@ -125,10 +125,10 @@ class LRAttnResDepthRead(nn.Module):
 
         emitted = emit(self.config, *self.split(output))
         if isinstance(depth_state[0], DepthBank):
-            bank, row = depth_state[0], emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
-            hidden_states, row_weights = bank.read(self.site, row, hidden_states.dtype)
-            bank_weights = bank.source_weights(self.site, row_weights) if output_depth_weights else None
-            return hidden_states, bank_weights, None if norm is None else norm(hidden_states), bank
+            bank = depth_state[0]
+            hidden_states, row_weights = bank.read(self.site, emitted, hidden_states.dtype)
+            own_weights = row_weights[..., : self.site.num_completed + 1] if output_depth_weights else None
+            return hidden_states, own_weights, None if norm is None else norm(hidden_states), bank
 
         num_kept = self.num_routing + 2 * self.site.num_completed
         routing, completed = depth_state[: self.num_routing], [*depth_state[self.num_routing : num_kept]]

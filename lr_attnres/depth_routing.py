@@ -199,41 +199,37 @@ class DepthBank:
     """The sources of one new token, where a step of generation reads them. No gradients.
 
     Such a step is bound by the number of operations, not by their size. So nothing is grouped, and views are made in
-    advance: a site adds to the partial or completes a source, makes its logits, and takes one softmax and one product
-    over all rows. A row that it does not read has the logit -inf for it, and is zero until something is written there.
-    A row holds what a sub-layer emits (value [D], in `projected` also its key [R]) and then the floor of the key norm:
-    the norm of a key together with that neighbour is the `hypot` of `depth_logits`.
+    advance: a site adds to the row of its block, makes the logits of that row for all sites, and takes one softmax and
+    one product over all rows. Rows that are still to be written have the logit -inf. A row holds what a sub-layer emits
+    (value [D], in `projected` also its key [R]) and then the floor of the key norm: the norm of a key together with
+    that neighbour is the `hypot` of `depth_logits`.
     """
 
     def __init__(
         self,
-        emitted: torch.Tensor,
+        emitted: list[torch.Tensor],
         hidden_size: int,
         num_sources: int,
         queries: torch.Tensor,
         floor: torch.Tensor | None = None,
     ):
-        """emitted [B, 1, D or D + R]: the embedding and, in `projected`, its key; queries [M, R], floor: see there."""
-        batch, _, width = emitted.shape
-        self.hidden_size, self.width, self.has_floor = hidden_size, width, floor is not None
-        # The neighbour of a key has no part in its logits.
-        self.queries = torch.nn.functional.pad(queries, (0, 1)) if self.has_floor else queries
-        self.bank = queries.new_zeros(batch, num_sources + 1, width + self.has_floor)  # the last row is the partial
-        self.logits = queries.new_full((queries.shape[0], batch, 1, num_sources + 1), -math.inf)
-        if floor is not None:
-            self.bank[..., -1] = floor
+        """emitted: of the embedding, [B, 1, D] and, in `projected`, [B, 1, R]; queries [M, R], floor: see there."""
+        self.hidden_size, self.queries, self.has_floor = hidden_size, queries, floor is not None
+        batch, width = len(emitted[0]), sum(part.shape[-1] for part in emitted)
+        neighbour = queries.new_zeros(()) if floor is None else floor
+        self.bank = neighbour.expand(batch, num_sources, width + 1).clone()  # finite: unwritten rows count 0 times
+        self.logits = queries.new_full((len(queries), batch, 1, num_sources), -math.inf)
         self.make_views()
-        self.rows[0].copy_(emitted)
-        self.write_logits(0, self.queries, self.logits[:, :, 0, 0])
+        self.rows[0].copy_(join(emitted))
+        self.write_logits(0)
 
     def make_views(self) -> None:
         self.values = self.bank[..., : self.hidden_size]
-        self.rows = self.bank[..., : self.width].split(1, dim=1)
-        self.keys = self.bank[..., -self.queries.shape[1] :].transpose(0, 2).unbind(1)  # [R, B] each
+        self.rows = self.bank[..., :-1].split(1, dim=1)
+        columns = self.bank.transpose(0, 2)[-1 - self.queries.shape[1] :]  # [R + 1, rows, B]
+        self.keys, self.keys_and_floor = columns[:-1].unbind(1), columns.unbind(1)
         self.norm_dim = None if len(self.bank) == 1 else 0  # over all is faster than over one dimension
-        self.site_queries = self.queries.split(1)
-        self.site_logits = self.logits.unbind(0)
-        self.partial_logits = self.logits[:, :, 0, -1].split(1)
+        self.row_logits, self.site_logits = self.logits[:, :, 0].unbind(-1), self.logits.unbind(0)
 
     def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
         """Itself if it is there already. Accelerate's hooks ask for it between layers on different devices."""
@@ -245,37 +241,32 @@ class DepthBank:
         moved.make_views()
         return moved
 
-    def read(self, site: DepthSite, emitted: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """What sub-layer `site` emitted, [B, 1, D or D + R] -> hidden [B, 1, D], weights of all rows [B, 1, rows]."""
-        index, own = site.index - 1, site.num_completed
-        if site.closes_block:
-            if site.count == 1:
-                self.rows[own].copy_(emitted)
-            else:
-                torch.add(self.rows[-1], emitted, out=self.rows[own])
-            self.write_logits(own, self.queries[index:], self.logits[index:, :, 0, own])
+    def read(
+        self, site: DepthSite, emitted: list[torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What sub-layer `site` emitted, [B, 1, D] and maybe [B, 1, R] -> hidden [B, 1, D], weights [B, 1, rows]."""
+        row = self.rows[site.num_completed]
+        if site.count == 1:
+            row.copy_(join(emitted))
         else:
-            if site.count == 1:
-                self.rows[-1].copy_(emitted)
-            else:
-                self.rows[-1].add_(emitted)
-            self.write_logits(-1, self.site_queries[index], self.partial_logits[index])
-        weights = self.site_logits[index].softmax(dim=-1)
+            row.add_(join(emitted))
+        self.write_logits(site.num_completed)
+        weights = self.site_logits[site.index - 1].softmax(dim=-1)
         hidden = torch.bmm(weights, self.values)
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
-    @staticmethod
-    def source_weights(site: DepthSite, weights: torch.Tensor) -> torch.Tensor:
-        """Of the weights of all rows, those of the sources of a site, oldest first: [B, 1, rows] -> [B, 1, S]."""
-        if site.closes_block:
-            return weights[..., : site.num_completed + 1]
-        return torch.cat([weights[..., : site.num_completed], weights[..., -1:]], dim=-1)
-
-    def write_logits(self, row: int, queries: torch.Tensor, logits: torch.Tensor) -> None:
-        """For queries [sites, R], one coordinate more if there is a floor -> logits [sites, B] of a row."""
-        key = self.keys[row]
-        product = torch.mm(queries, key)
+    def write_logits(self, row: int) -> None:
+        """For all sites: those that have read already do not look again."""
+        product = torch.mm(self.queries, self.keys[row])
         if self.has_floor:
-            torch.div(product, torch.linalg.vector_norm(key, dim=self.norm_dim), out=logits)
+            torch.div(
+                product,
+                torch.linalg.vector_norm(self.keys_and_floor[row], dim=self.norm_dim),
+                out=self.row_logits[row],
+            )
         else:
-            logits.copy_(product)
+            self.row_logits[row].copy_(product)
+
+
+def join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -40,7 +40,7 @@ from .depth_read import (
     emit,
     sublayer_output_size,
 )
-from .depth_routing import DepthBank, DepthSite, depth_block_ends, depth_logits
+from .depth_routing import DepthBank, DepthSite, depth_logits
 from .depth_routing_triton import triton
 
 
@@ -320,6 +320,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         if config.residual_type == "projected":
             self.depth_embedding_key = nn.Linear(config.hidden_size, config.depth_key_rank, bias=False)
         sites = DepthSite.schedule(2 * config.num_hidden_layers, config.num_depth_blocks)
+        self.num_sources = sites[-1].num_completed + 1
         layers = [LRAttnResDecoderLayer(config, layer_idx, sites) for layer_idx in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = LRAttnResRMSNorm(config.hidden_size, config)
@@ -339,8 +340,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         key = self.depth_embedding_key(embeddings) if self.config.residual_type == "projected" else None
         emitted = emit(self.config, embeddings, key)
         if self.reads_from_bank(embeddings):
-            num_sources = 1 + len(depth_block_ends(2 * self.config.num_hidden_layers, self.config.num_depth_blocks))
-            return (DepthBank(torch.cat(emitted, dim=-1), self.config.hidden_size, num_sources, *routing),)
+            return (DepthBank(emitted, self.config.hidden_size, self.num_sources, *routing),)
         return *routing, embeddings, depth_logits(emitted[-1][..., -self.config.depth_key_rank :], *routing)
 
     def reads_from_bank(self, embeddings: torch.Tensor) -> bool:
