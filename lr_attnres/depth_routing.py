@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.linalg import vector_norm
 from transformers.utils.generic import maybe_autocast
 
 
@@ -24,7 +25,7 @@ def depth_block_ends(num_sublayers: int, num_blocks: int | None) -> list[int]:
     return [-(-num_sublayers * i // num_blocks) for i in range(1, num_blocks + 1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DepthSite:
     """What is known of a site before any input is."""
 
@@ -82,7 +83,7 @@ def depth_logits(key: torch.Tensor, queries: torch.Tensor, floor: torch.Tensor |
         logits = torch.nn.functional.linear(key, queries)
     # The norm is a factor per token: applied to the logits, it needs no normalised copy of the key.
     return (
-        logits if floor is None else logits / torch.hypot(torch.linalg.vector_norm(key, dim=-1, keepdim=True), floor)
+        logits if floor is None else logits / torch.hypot(vector_norm(key, dim=-1, keepdim=True), floor)
     )
 
 
@@ -220,16 +221,16 @@ class DepthBank:
         self.bank = neighbour.expand(batch, num_sources, width + 1).clone()  # finite: unwritten rows count 0 times
         self.logits = queries.new_full((len(queries), batch, 1, num_sources), -math.inf)
         self.make_views()
-        self.rows[0].copy_(join(emitted))
-        self.write_logits(0)
+        self.write(0, emitted, is_first=True)
 
     def make_views(self) -> None:
         self.values = self.bank[..., : self.hidden_size]
-        self.rows = self.bank[..., :-1].split(1, dim=1)
         columns = self.bank.transpose(0, 2)[-1 - self.queries.shape[1] :]  # [R + 1, rows, B]
-        self.keys, self.keys_and_floor = columns[:-1].unbind(1), columns.unbind(1)
+        rows = self.bank[..., :-1].split(1, dim=1)
+        keys = columns[:-1].unbind(1), columns.unbind(1)  # without the floor, with it
+        self.rows = [*zip(rows, *keys, self.logits[:, :, 0].unbind(-1))]
         self.norm_dim = None if len(self.bank) == 1 else 0  # over all is faster than over one dimension
-        self.row_logits, self.site_logits = self.logits[:, :, 0].unbind(-1), self.logits.unbind(0)
+        self.site_logits = self.logits.unbind(0)
 
     def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
         """Itself if it is there already. Accelerate's hooks ask for it between layers on different devices."""
@@ -245,28 +246,21 @@ class DepthBank:
         self, site: DepthSite, emitted: list[torch.Tensor], dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What sub-layer `site` emitted, [B, 1, D] and maybe [B, 1, R] -> hidden [B, 1, D], weights [B, 1, rows]."""
-        row = self.rows[site.num_completed]
-        if site.count == 1:
-            row.copy_(join(emitted))
-        else:
-            row.add_(join(emitted))
-        self.write_logits(site.num_completed)
+        self.write(site.num_completed, emitted, site.count == 1)
         weights = self.site_logits[site.index - 1].softmax(dim=-1)
         hidden = torch.bmm(weights, self.values)
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
-    def write_logits(self, row: int) -> None:
-        """For all sites: those that have read already do not look again."""
-        product = torch.mm(self.queries, self.keys[row])
-        if self.has_floor:
-            torch.div(
-                product,
-                torch.linalg.vector_norm(self.keys_and_floor[row], dim=self.norm_dim),
-                out=self.row_logits[row],
-            )
+    def write(self, row: int, emitted: list[torch.Tensor], is_first: bool) -> None:
+        """Put it into a row, or add it to what is there, and make the row's logits for all sites: those that have read
+        already do not look again."""
+        content, key, key_and_floor, logits = self.rows[row]
+        output = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+        if is_first:
+            content.copy_(output)
         else:
-            self.row_logits[row].copy_(product)
-
-
-def join(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+            content.add_(output)
+        if self.has_floor:
+            torch.div(self.queries.mm(key), vector_norm(key_and_floor, dim=self.norm_dim), out=logits)
+        else:
+            torch.mm(self.queries, key, out=logits)
