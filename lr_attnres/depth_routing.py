@@ -113,6 +113,10 @@ def depth_merge(
     logit [B, T, 1] -> hidden [B, T, D]. It is a read in which the mix stands for all its sources."""
     if not younger:
         return mix.contiguous().to(dtype)  # not a view, which would keep the mixes of the whole group alive
+    if len(younger) == 1:  # the partial of a block
+        ((value, logit),) = younger
+        merge = DepthMerge.apply if needs_grad(mix, lse, value, logit) else merge_sources
+        return merge(dtype, logit - lse, mix, value)
     values = [value for value, _ in younger]
     logits = torch.cat([lse, *(logit for _, logit in younger)], dim=-1)
     return depth_read([mix, *values], logits, dtype)
@@ -125,6 +129,9 @@ def needs_grad(*tensors: torch.Tensor) -> bool:
 def mix_sources(logits: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [B, T, G, S], S values [B, T, D] -> mix [B, T, G, D], log-sum-exp [B, T, G], in the logits' dtype."""
     weights = logits.softmax(dim=-1)
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if weights.device.type == "cpu" and not is_traced:
+        return mix_tokens(weights, values), logits.logsumexp(dim=-1)
     mix = weights[..., 0, None] * values[0].unsqueeze(-2)
     for i in range(1, len(values)):
         # In place: a new tensor of this size for each source would cost more than the sum itself.
@@ -132,11 +139,25 @@ def mix_sources(logits: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tens
     return mix, logits.logsumexp(dim=-1)
 
 
+def mix_tokens(weights: torch.Tensor, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """weights [B, T, G, S], S values [B, T, D] -> mix [B, T, G, D], by matrix products for as many tokens at a time as
+    the cache of a CPU holds with all their sources and mixes."""
+    mix = weights.new_empty(*weights.shape[:-1], values[0].shape[-1])
+    with maybe_autocast(device_type="cpu", enabled=False):
+        for out, factors, *sources in zip(*(part.flatten(0, 1).split(128) for part in (mix, weights, *values))):
+            torch.bmm(factors, torch.stack(sources, dim=1).to(factors.dtype), out=out)
+    return mix
+
+
+def merge_sources(dtype: torch.dtype, logit: torch.Tensor, mix: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """logit [B, T, 1] of the value above that of the mix, mix and value [B, T, D] -> hidden [B, T, D]."""
+    weight = logit.sigmoid()
+    return torch.lerp(mix, value.to(mix.dtype), weight).to(dtype)
+
+
 def read_sources(dtype: torch.dtype, logits: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
     """logits [B, T, S], S values [B, T, D] -> hidden [B, T, D]."""
     weights = logits.softmax(dim=-1)
-    if len(values) == 2 and values[0].dtype == values[1].dtype == weights.dtype:
-        return torch.lerp(*values, weights[..., 1:]).to(dtype)
     hidden = weights[..., :1] * values[0]
     for i in range(1, len(values)):
         hidden.addcmul_(weights[..., i : i + 1], values[i])
@@ -158,15 +179,39 @@ class DepthMix(torch.autograd.Function):
         logits, *values = ctx.saved_tensors
         weights = logits.softmax(dim=-1)
         some_dots, grad_values = [], []
-        for start in range(0, len(values), 8):  # enough for an efficient product, and never a stack of all sources
-            some = slice(start, start + 8)
-            stack = torch.stack(values[some], dim=-2).to(weights.dtype)
-            some_dots.append(grad_mix @ stack.transpose(-1, -2))
-            grads = (weights[..., some].transpose(-1, -2) @ grad_mix).unbind(-2)
-            grad_values += [grad.to(value.dtype) for grad, value in zip(grads, values[some])]
+        with maybe_autocast(device_type=weights.device.type, enabled=False):
+            for start in range(0, len(values), 8):  # enough for an efficient product, and never all sources
+                some = slice(start, start + 8)
+                stack = torch.stack(values[some], dim=-2).to(weights.dtype)
+                some_dots.append(grad_mix @ stack.transpose(-1, -2))
+                grads = (weights[..., some].transpose(-1, -2) @ grad_mix).unbind(-2)
+                grad_values += [grad.to(value.dtype) for grad, value in zip(grads, values[some])]
         dots = torch.cat(some_dots, dim=-1)
         grad_logits = weights * (dots - (weights * dots).sum(-1, keepdim=True) + grad_lse.unsqueeze(-1))
         return grad_logits, *grad_values
+
+
+class DepthMerge(torch.autograd.Function):
+    """`merge_sources`, which keeps the hidden states in place of the mix: the next norm keeps them anyway."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(merge_sources)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        _, logit, mix, value = inputs
+        ctx.mix_dtype = mix.dtype
+        ctx.save_for_backward(logit, output, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logit, hidden, value = ctx.saved_tensors
+        weight = logit.sigmoid()
+        grad = grad.to(weight.dtype)
+        difference = value.to(weight.dtype) - hidden
+        grad_logit = weight * (difference * grad).sum(-1, keepdim=True)
+        grad_value = weight * grad
+        return None, grad_logit, (grad - grad_value).to(ctx.mix_dtype), grad_value.to(value.dtype)
 
 
 class DepthRead(torch.autograd.Function):
@@ -187,7 +232,7 @@ class DepthRead(torch.autograd.Function):
         logits, hidden, *values = ctx.saved_tensors
         weights = logits.softmax(dim=-1)
         grad = grad.to(weights.dtype)
-        dots = torch.stack([(grad * value).sum(-1) for value in values], dim=-1)
+        dots = torch.stack([(grad * value).sum(-1) for value in values], dim=-1) if values else logits[..., :0]
         grad_logits = weights[..., 1:] * (dots - (grad * hidden).sum(-1, keepdim=True))
         # Logits may move together without effect: the first one's gradient is what the others leave.
         grad_logits = torch.cat([-grad_logits.sum(-1, keepdim=True), grad_logits], dim=-1)

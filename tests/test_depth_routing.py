@@ -47,7 +47,7 @@ def test_two_phases_equal_the_naive_read(older, younger, sites):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("count", [2, 3, 49])
+@pytest.mark.parametrize("count", [1, 2, 3, 49])
 def test_one_read_equals_the_naive_read(count):
     values, logits = random_sources(count, 3, 63, 15, sites=1)
     inputs, gradient = [logits, *values], torch.randn(3, 63, 15, dtype=torch.float64)
@@ -65,6 +65,20 @@ def test_gradcheck(check):
     younger = list(logits[..., 0, :].detach().split(1, dim=-1))
     merge_inputs = (mix, lse.clone().requires_grad_(), *values, *(logit.clone().requires_grad_() for logit in younger))
     assert check(lambda m, z, *r: depth_merge(m, z, list(zip(r[:3], r[3:])), m.dtype), merge_inputs)
+    assert check(lambda m, z, v, *r: depth_merge(m, z, [(v, r[-1])], m.dtype), merge_inputs)  # of a block
+
+
+def test_ambient_autocast_changes_no_product():
+    """Neither in the forward nor in the backward: logits, softmax and mixes stay float32."""
+    values, logits = random_sources(5, 2, 130, 16, sites=3)
+    logits, *values = inputs = [tensor.detach().float().requires_grad_() for tensor in (logits, *values)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            mix, *_, lse = depth_mix(values, logits)
+            hidden = depth_merge(mix, lse[..., :1], [(values[0], logits[..., 0, :1])], torch.float32)
+            results.append([hidden, *torch.autograd.grad(hidden.square().sum(), inputs)])
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*results))
 
 
 def test_one_source_is_the_identity_with_exactly_zero_query_gradient():
