@@ -57,6 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
         message = f"{error} Take smaller batches, shorter rows or another `dtype`."
     except (ValueError, ImportError, HubError, CleanProcessError) as error:
         message = str(error)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # how torch says that the memory of a CPU is full
+            raise
+        message = "the memory is full: take smaller batches, shorter rows or a smaller model."
     else:
         return 0
     print(f"Error: {one_line(message)}", file=sys.stderr)
@@ -288,7 +292,9 @@ def _serve(parser: argparse.ArgumentParser) -> Callable:
 
 
 def _analyze(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="folders or Hub repositories, to measure side by side")
+    parser.add_argument(
+        "models", metavar="MODEL", nargs="+", help="folders or Hub repositories, to measure side by side"
+    )
     parser.add_argument(
         "--data",
         nargs="+",

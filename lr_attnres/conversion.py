@@ -360,7 +360,9 @@ def _write_model(folder: Path, config: LRAttnResConfig, state_dict: dict[str, to
 
 def _add_tokenizer(folder: Path, config: LRAttnResConfig, source: str | os.PathLike | None) -> None:
     if source is None and config.vocab_size != CL100K_VOCAB_SIZE:
-        logger.warning(f"No tokenizer was written: {config.vocab_size} tokens are not cl100k_base. Give one as `tokenizer`.")
+        logger.warning(
+            f"No tokenizer was written: {config.vocab_size} tokens are not cl100k_base. Give one as `tokenizer`."
+        )
         return
     try:
         tokenizer: PreTrainedTokenizerBase

@@ -82,9 +82,7 @@ def depth_logits(key: torch.Tensor, queries: torch.Tensor, floor: torch.Tensor |
     with maybe_autocast(device_type=key.device.type, enabled=False):
         logits = torch.nn.functional.linear(key, queries)
     # The norm is a factor per token: applied to the logits, it needs no normalised copy of the key.
-    return (
-        logits if floor is None else logits / torch.hypot(vector_norm(key, dim=-1, keepdim=True), floor)
-    )
+    return logits if floor is None else logits / torch.hypot(vector_norm(key, dim=-1, keepdim=True), floor)
 
 
 def naive_depth_read(values: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
@@ -246,9 +244,9 @@ class DepthBank:
 
     Such a step is bound by the number of operations, not by their size. So nothing is grouped, and views are made in
     advance: a site adds to the row of its block, makes the logits of that row for all sites, and takes one softmax and
-    one product over all rows. Rows that are still to be written have the logit -inf. A row holds what a sub-layer emits
-    (value [D], in `projected` also its key [R]) and then the floor of the key norm: the norm of a key together with
-    that neighbour is the `hypot` of `depth_logits`.
+    one product over all rows. Rows that are still to be written have the logit -inf. A row holds what a sub-layer
+    emits (value [D], in `projected` also its key [R]) and then the floor of the key norm: the norm of a key together
+    with that neighbour is the `hypot` of `depth_logits`.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from typing import Any
 EMBEDDED = "sotu"
 EMBEDDED_CORPUS = Path(__file__).parent / "corpora/state_of_the_union.jsonl"
 SUFFIXES = (".txt", ".jsonl")
+DATASET_SUFFIXES = (".parquet", ".arrow", ".csv", ".json")
 ENDS_BYTES = 2**16
 
 
@@ -45,6 +46,8 @@ def open_documents(
         raise ValueError("`sources` has an empty name; for the current folder give '.'.")
     files = [_files_of(os.fspath(source)) for source in sources]
     if all(files):
+        if name is not None or split != "train":
+            raise ValueError("`name` and `split` choose a part of a dataset; text files have none.")
         return FileDocuments([path for paths in files for path in paths], column)
     if len(sources) > 1:
         dataset = sources[files.index([])]
@@ -56,7 +59,14 @@ def _files_of(source: str) -> list[Path]:
     """The text files that a source stands for; none for a dataset."""
     path = EMBEDDED_CORPUS if source == EMBEDDED else Path(source)
     if path.is_dir():
-        return sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        inside = sorted(file for file in path.rglob("*") if file.is_file())
+        texts = [file for file in inside if file.suffix in SUFFIXES]
+        others = [file for file in inside if file.suffix in DATASET_SUFFIXES]
+        if texts and others:
+            raise ValueError(
+                f"{source} holds texts ({texts[0].name}) and a dataset ({others[0].name}): give one of them."
+            )
+        return texts
     if path.suffix not in SUFFIXES and (path.exists() or source.startswith((".", "/", "~"))):
         raise ValueError(f"{source} is neither a folder nor a file in {' or '.join(SUFFIXES)}.")
     if path.suffix in SUFFIXES and not path.exists():
@@ -158,14 +168,17 @@ class DatasetDocuments(Documents):
 
 def _check_column(columns: Iterable[str], column: str, place: str) -> None:
     if column not in columns:
-        raise ValueError(f"{place} has no column {column!r}; it has {', '.join(sorted(columns))}: name one as `column`.")
+        has = ", ".join(sorted(columns))
+        raise ValueError(f"{place} has no column {column!r}; it has {has}: name one as `column` of `prepare`.")
 
 
 def _checked_text(record: dict, column: str, place: str) -> str:
     _check_column(record, column, place)
     text = record[column]
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{place}: {column!r} is a {type(text).__name__}, not a text: name another `column`.")
+        raise ValueError(
+            f"{place}: {column!r} is a {type(text).__name__}, not a text: name another `column` of `prepare`."
+        )
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express and UTF-8 cannot

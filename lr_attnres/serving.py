@@ -35,6 +35,8 @@ def serve(
     for name, value in {"cb_num_blocks": cb_num_blocks, "cb_max_batch_tokens": cb_max_batch_tokens}.items():
         if value is not None and value < 1:
             raise ValueError(f"`{name}` is {value}; it must be at least 1.")
+        if value is not None and not continuous_batching:
+            raise ValueError(f"`{name}` is {value}; it is for `continuous_batching`: turn that on.")
     check_address(host, port)
     usable_device(device)
     load_tokenizer(model, load_config(model))

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from .configuration_lr_attnres import LRAttnResConfig, ResidualType
+from .errors import explain_field_error
 from .hub_upload import copy_code
 from .model_card import model_card, write_provenance
 from .model_folder import check_absent, compare_logits, staged_folder, write_weights
@@ -89,7 +90,7 @@ def upgraded_config(
             architectures=["LRAttnResForCausalLM"],
         )
     except StrictDataclassError as error:
-        raise UpgradeError(f"The upgrade gives no valid config: {error.__cause__ or error}") from error
+        raise UpgradeError(f"The upgrade gives no valid config: {explain_field_error(error)}") from error
 
 
 def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:

@@ -152,11 +152,21 @@ def test_a_mode_that_is_not_timed_keeps_its_columns(monkeypatch, tmp_path):
     assert run("--modes", "eager", "--tokens", "8") == ({"eager": 3}, [11, 12])
 
 
-def test_a_wrong_read_is_not_timed(monkeypatch):
-    rows = ["sliced-n4-r64"]
+@pytest.mark.parametrize("part", ["DepthMix", "DepthMerge", "DepthRead", "DepthBank"])
+def test_a_wrong_read_is_not_timed(part, monkeypatch):
+    rows = ["sliced-full-r64" if part == "DepthRead" else "sliced-n4-r64"]
     harness.check_against_naive_read(rows)
-    read = depth_routing.read_sources
-    wrong = staticmethod(lambda dtype, logits, *values: read(dtype, 1.01 * logits, *values))
-    monkeypatch.setattr(depth_routing.DepthRead, "forward", wrong)
-    with pytest.raises(AssertionError, match="sliced-n4-r64"):
+    changed = getattr(depth_routing, part)
+    name, position = ("read", 2) if part == "DepthBank" else ("forward", 0 if part == "DepthMix" else 1)
+    right = getattr(changed, name)
+
+    def wrong(*inputs):
+        """With logits, or in the bank what a sub-layer emitted, that are a little too large."""
+        inputs = [*inputs]
+        given = inputs[position]
+        inputs[position] = [1.01 * part for part in given] if isinstance(given, list) else 1.01 * given
+        return right(*inputs)
+
+    monkeypatch.setattr(changed, name, wrong if part == "DepthBank" else staticmethod(wrong))
+    with pytest.raises(AssertionError, match=rows[0]):
         harness.check_against_naive_read(rows)

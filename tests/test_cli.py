@@ -125,6 +125,21 @@ def test_a_missing_package_is_named_with_its_extra(command, module, package, ext
     assert capsys.readouterr().err == f"Error: {package} is not installed: {command}\n"
 
 
+@pytest.mark.parametrize("message, is_told", [("can't allocate memory: you tried", True), ("a defect", False)])
+def test_full_memory_is_told_in_one_line(message, is_told, monkeypatch, capsys):
+    def fail(*args, **options):
+        raise RuntimeError(f"[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: {message}")
+
+    monkeypatch.setattr(text_generation, "generate_text", fail)
+    arguments = ["generate", "model", "--prompt", "x"]
+    if is_told:
+        assert cli.main(arguments) == 1
+        assert capsys.readouterr().err.startswith("Error: the memory is full: ")
+    else:
+        with pytest.raises(RuntimeError, match="a defect"):
+            cli.main(arguments)
+
+
 def test_nothing_and_help_show_the_order_of_work(capsys):
     assert cli.main([]) == 2
     shown = capsys.readouterr()

@@ -100,6 +100,11 @@ def test_malformed_sources(tmp_path):
         open_documents([])
     with pytest.raises(ValueError, match="`sources` has an empty name"):
         open_documents([tmp_path / "latin.txt", " "])
+    with pytest.raises(ValueError, match=r"holds texts \(latin.txt\) and a dataset \(table.csv\): give one of them"):
+        open_documents([tmp_path])
+    for part in ({"name": "en"}, {"split": "test"}):
+        with pytest.raises(ValueError, match="`name` and `split` choose a part of a dataset; text files have none"):
+            open_documents([tmp_path / "latin.txt"], **part)
 
 
 def test_files_are_identified_by_name_size_and_ends(tmp_path):
@@ -125,7 +130,7 @@ def test_files_are_identified_by_name_size_and_ends(tmp_path):
 
 def test_malformed_datasets(tmp_path):
     path, _ = source("dataset", tmp_path / "data")
-    with pytest.raises(ValueError, match="has no column 'text'; it has content, score: name one as `column`"):
+    with pytest.raises(ValueError, match="has no column .text.; it has content, score: name one as `column` of"):
         open_documents([path])
     with pytest.raises(ValueError, match=r"\(split 'en'\) cannot be opened"):
         open_documents([path], "content", split="en")

@@ -458,12 +458,21 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("variant", ["standard", "attnres_block", "projected_full", "sliced_block"])
-def test_compiles_without_graph_breaks(variant, fresh_compiler):
+@pytest.mark.parametrize(
+    "variant, backend",
+    [
+        ("standard", "aot_eager"),
+        ("attnres_block", "aot_eager"),
+        ("projected_full", "aot_eager"),
+        ("sliced_block", "aot_eager"),
+        ("sliced_block", "inductor"),  # what training compiles with: a minute each
+    ],
+)
+def test_compiles_without_graph_breaks(variant, backend, fresh_compiler):
     model, input_ids = small_model(variant, num_hidden_layers=2), random_tokens(2, 11)
     expected, weights = model(input_ids).logits, model(input_ids, output_depth_weights=True).depth_weights
     gradient = loss_gradients(model, input_ids)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(input_ids).logits, expected, **FLOAT32)
     for ours, theirs in zip(compiled(input_ids, output_depth_weights=True).depth_weights, weights):
         torch.testing.assert_close(ours, theirs, **FLOAT32)

@@ -139,6 +139,7 @@ def test_a_port_in_use():
     [
         (["--device", "abacus"], "`device` abacus cannot be used"),
         (["--cb-num-blocks", "0"], "`cb_num_blocks` is 0; it must be at least 1."),
+        (["--cb-num-blocks", "8"], "`cb_num_blocks` is 8; it is for `continuous_batching`: turn that on."),
     ],
     ids=str,
 )
