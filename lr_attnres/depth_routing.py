@@ -150,7 +150,7 @@ def mix_tokens(weights: torch.Tensor, values: tuple[torch.Tensor, ...]) -> torch
 def merge_sources(dtype: torch.dtype, logit: torch.Tensor, mix: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """logit [B, T, 1] of the value above that of the mix, mix and value [B, T, D] -> hidden [B, T, D]."""
     weight = logit.sigmoid()
-    return torch.lerp(mix, value.to(mix.dtype), weight).to(dtype)
+    return torch.lerp(mix.to(weight.dtype), value.to(weight.dtype), weight).to(dtype)
 
 
 def read_sources(dtype: torch.dtype, logits: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:

@@ -424,6 +424,16 @@ def test_depth_logits_and_weights_are_float32_in_a_half_model_and_under_autocast
     assert all(w.dtype == torch.float32 for w in model(input_ids, output_depth_weights=True).depth_weights)
 
 
+def test_autocast_sums_blocks_in_what_was_emitted_and_reads_float32():
+    model, states = small_model("sliced_block"), []
+    model.model.layers[-1].register_forward_pre_hook(lambda _, inputs: states.append(inputs[1:]))
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(random_tokens(2, 11), output_hidden_states=True)
+    assert {hidden.dtype for hidden in outputs.hidden_states[:-1]} == {torch.float32}
+    wide = [part for part in states[0] if part.ndim == 3 and part.shape[-1] == model.config.hidden_size]
+    assert [part.dtype for part in wide][:2] == [torch.float32, torch.bfloat16]  # the embedding, a block
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_of_a_half_model_round_once(dtype):
     norm, hidden = small_model().to(dtype).model.norm, (100 * torch.randn(5, 32)).to(dtype)
