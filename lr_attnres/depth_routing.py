@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.linalg import vector_norm
 from transformers.utils.generic import maybe_autocast
 
 
@@ -25,7 +24,7 @@ def depth_block_ends(num_sublayers: int, num_blocks: int | None) -> list[int]:
     return [-(-num_sublayers * i // num_blocks) for i in range(1, num_blocks + 1)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DepthSite:
     """What is known of a site before any input is."""
 
@@ -82,7 +81,9 @@ def depth_logits(key: torch.Tensor, queries: torch.Tensor, floor: torch.Tensor |
     with maybe_autocast(device_type=key.device.type, enabled=False):
         logits = torch.nn.functional.linear(key, queries)
     # The norm is a factor per token: applied to the logits, it needs no normalised copy of the key.
-    return logits if floor is None else logits / torch.hypot(vector_norm(key, dim=-1, keepdim=True), floor)
+    return (
+        logits if floor is None else logits / torch.hypot(torch.linalg.vector_norm(key, dim=-1, keepdim=True), floor)
+    )
 
 
 def naive_depth_read(values: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
@@ -304,6 +305,6 @@ class DepthBank:
         else:
             content.add_(output)
         if self.has_floor:
-            torch.div(self.queries.mm(key), vector_norm(key_and_floor, dim=self.norm_dim), out=logits)
+            torch.div(self.queries.mm(key), torch.linalg.vector_norm(key_and_floor, dim=self.norm_dim), out=logits)
         else:
             torch.mm(self.queries, key, out=logits)

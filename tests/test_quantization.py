@@ -13,7 +13,9 @@ from lr_attnres import LRAttnResForCausalLM
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_quanto_weights(variant, dtype, tmp_path):
-    model, input_ids = LRAttnResForCausalLM(small_config(variant)).eval(), random_tokens(2, 9)
+    # torch's bfloat16 kernel takes 32 inputs at a time where the CPU has AVX-512, and reads beyond other sizes.
+    config = small_config(variant, intermediate_size=64)
+    model, input_ids = LRAttnResForCausalLM(config).eval(), random_tokens(2, 9)
     if variant != "standard":
         model.model.depth_queries.weight.normal_(std=0.3)
     model.save_pretrained(tmp_path)

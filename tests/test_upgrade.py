@@ -493,7 +493,7 @@ def test_bad_arguments(base, tmp_path):
     (tmp_path / "taken").mkdir()
     for arguments, options, message in [
         ((base, tmp_path / "taken"), {}, "exists already"),
-        ((base, tmp_path / "new"), {"max_shard_size": "5 lorries"}, "--max-shard-size 5 lorries"),
+        ((base, tmp_path / "new"), {"max_shard_size": "5 lorries"}, "`max_shard_size` 5 lorries"),
         ((base, tmp_path / "new"), {"num_depth_blocks": 0}, "`num_depth_blocks` is 0"),
         ((base, tmp_path / "new"), {"revision": "main"}, "`revision` goes with a Hub repository"),
         ((base / "config.json", tmp_path / "new"), {}, "is a file; give the folder"),
