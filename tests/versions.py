@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "outputs/versions"
-EXTRAS = ("train", "hub", "analysis", "serve", "peft")
+EXTRAS = ("train", "hub", "analysis", "serve", "finetune")
 TEST_PACKAGES = ("pytest", "optimum-quanto")
 TESTS = ("configuration_lr_attnres", "modeling_lr_attnres", "generation", "saving", "upgrade", "trainer", "peft")
 COMMANDS = (
