@@ -6,8 +6,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").read_text()).group(1)
-TOKENIZER = ["tiktoken>=0.14"]
-HUB = TOKENIZER  # `convert` writes it; `push` needs nothing beyond huggingface_hub
+HUB = ["tiktoken>=0.14"]  # the ranks of cl100k_base; `push` needs nothing beyond huggingface_hub
 SERVE = ["transformers[serving]"]
 EVAL = ["lm_eval[hf]>=0.4.13", "datasets>=5.2"]
 # Without a version: what Transformers, the Hub client or `datasets` asks for.
@@ -53,7 +52,6 @@ setup(
         "train": TRAIN,
         "finetune": FINETUNE,
         "peft": ["peft>=0.21"],
-        "tokenizer": TOKENIZER,
         "hub": HUB,
         "serve": SERVE,
         "eval": EVAL,
@@ -61,7 +59,7 @@ setup(
         "explore": EXPLORE,
         "dev": [
             *TEST,
-            *TOKENIZER,
+            *HUB,
             *SERVE,
             *EVAL,
             *ANALYSIS,

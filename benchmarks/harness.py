@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -338,9 +339,16 @@ def other_modes(name: str, args: argparse.Namespace) -> tuple[dict[str, int], di
     return repeats, columns
 
 
+def processor() -> str:
+    """The model of the CPU, where the system tells it, and its widest vectors as torch sees them."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def machine() -> dict[str, object]:
     return {
-        "device": platform.processor() or platform.machine(),
+        "device": processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

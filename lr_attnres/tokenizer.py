@@ -1,7 +1,7 @@
 """Tokenizers: cl100k_base, that of the released models, token for token what tiktoken gives, and small ones to train.
 
 The ranks of cl100k_base are not part of this package. They come from a `cl100k_base.tiktoken` file, or from tiktoken
-(the extra `lr-attnres[tokenizer]`), which downloads them once into its own cache.
+(the extra `lr-attnres[hub]`), which downloads them once into its own cache.
 """
 
 import base64
@@ -136,8 +136,8 @@ def _ranks_from_tiktoken() -> dict[bytes, int]:
         from tiktoken_ext.openai_public import cl100k_base
     except ImportError as error:
         raise TokenizerError(
-            'the cl100k_base ranks need tiktoken (pip install "lr-attnres[tokenizer]", or in a clone '
-            'pip install ".[tokenizer]") or a cl100k_base.tiktoken file.'
+            'the cl100k_base ranks need tiktoken (pip install "lr-attnres[hub]", or in a clone '
+            'pip install ".[hub]") or a cl100k_base.tiktoken file.'
         ) from error
     try:
         return cl100k_base()["mergeable_ranks"]
