@@ -29,7 +29,16 @@ STATE_FIELDS: dict[str, Any] = {"step": int, "settings": dict, "validation_loss"
 RANDOM_STATES = ("random_state", "numpy_random_seed", "torch_manual_seed")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 # How torch, safetensors and the file system say that a file cannot be written or read.
-FILE_ERRORS = (OSError, RuntimeError, SafetensorError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+FILE_ERRORS = (
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    KeyError,
+    ValueError,
+    EOFError,
+    TypeError,
+    pickle.UnpicklingError,
+)
 
 
 class CheckpointError(ValueError):
@@ -189,7 +198,7 @@ class Checkpoints:
         try:
             states = load(file)
             lacking = [name for name in RANDOM_STATES if name not in states]
-        except (*FILE_ERRORS, TypeError) as error:
+        except FILE_ERRORS as error:
             raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
         if lacking:
             raise CheckpointError(f"{file} cannot be read: it has no {lacking[0]}.")
@@ -236,6 +245,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     for name, kind in STATE_FIELDS.items():
         if not isinstance(state, dict) or name not in state or not isinstance(state[name], kind):
             raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: no usable `{name}`.")
+    if checkpoint.resolve().name != f"step-{state['step']:08d}":
+        raise CheckpointError(f"{checkpoint / STATE_FILE} has `step` = {state['step']}: it is not of this folder.")
     return state
 
 

@@ -56,7 +56,7 @@ def _probe(folder: str, dtype: str, result_file: str) -> None:
     entry_points = {entry.split(".")[-1]: name for name, entry in config.auto_map.items()}
     auto_class = getattr(transformers, entry_points[config.architectures[0]])
     model, loading = auto_class.from_pretrained(folder, dtype=dtype, trust_remote_code=True, output_loading_info=True)
-    tokens = probe_tokens(config.vocab_size)[:, : config.max_position_embeddings - 1]
+    tokens = probe_tokens(config.vocab_size)[:, : max(1, config.max_position_embeddings - 1)]
     output = model(tokens)[0]
     if model.can_generate():
         tokens = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=1)

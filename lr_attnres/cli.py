@@ -347,18 +347,18 @@ def _cost(parser: argparse.ArgumentParser) -> Callable:
         from .cost import cost_report, paper_report
         from .loading import load_config
 
-        if bool(model) + paper + bool(fields) > 1:
+        if (model is not None) + paper + bool(fields) > 1:
             raise ValueError("give one of MODEL, --paper and the options of a model.")
-        if figure and not paper:
+        if figure is not None and not paper:
             raise ValueError("--figure draws the paper's table: give --paper too.")
-        if figure:
+        if figure is not None:
             with _extra("analysis"):
                 from .plots import draw_paper
 
                 draw_paper(figure)
         if paper:
             return print(paper_report())
-        print(cost_report(load_config(model) if model else LRAttnResConfig(**fields)))
+        print(cost_report(load_config(model) if model is not None else LRAttnResConfig(**fields)))
 
     return run
 

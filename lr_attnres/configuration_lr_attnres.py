@@ -4,11 +4,21 @@ import math
 import os
 from typing import Any, Literal
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+
+# Fields of other models that Transformers' masks and caches would obey, and the values with which they do nothing.
+OTHER_ATTENTION: dict[str, tuple] = {
+    "sliding_window": (None,),
+    "use_sliding_window": (None, False),
+    "attention_chunk_size": (None,),
+    "is_causal": (None, True),
+    "num_kv_shared_layers": (None, 0),
+}
 
 # Every entry point of a saved folder. Written into each config, so that a folder saved from one head also loads as
 # the bare model or as another head with `trust_remote_code=True`.
@@ -135,6 +145,8 @@ class LRAttnResConfig(PreTrainedConfig):
         if self.residual_type == "attnres":
             self.depth_key_rank = self.hidden_size
         self.auto_map = dict(AUTO_MAP)
+        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"`dtype` is {self.dtype!r}; it must be a dtype of torch, such as 'float32'.")
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
@@ -166,6 +178,8 @@ class LRAttnResConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
         if not (self.rms_norm_eps > 0 and math.isfinite(self.rms_norm_eps)):
             raise ValueError(f"`rms_norm_eps` is {self.rms_norm_eps}; it must be a positive finite number.")
+        if not (self.initializer_range >= 0 and math.isfinite(self.initializer_range)):
+            raise ValueError(f"`initializer_range` is {self.initializer_range}; it must be finite and not negative.")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"`attention_dropout` is {self.attention_dropout}; it must lie in [0, 1).")
         if self.hidden_act not in ACT2FN:
@@ -189,10 +203,30 @@ class LRAttnResConfig(PreTrainedConfig):
                 f"{self.num_attention_heads}."
             )
 
-        rope_type = (self.rope_parameters or {}).get("rope_type")
+        for name, neutral in OTHER_ATTENTION.items():
+            if (value := getattr(self, name, None)) not in neutral:
+                raise ValueError(f"`{name}` is {value!r}; every layer attends to all tokens before, so leave it out.")
+        if other := set(getattr(self, "layer_types", None) or ()) - {"full_attention"}:
+            raise ValueError(
+                f"`layer_types` has {', '.join(map(repr, sorted(other)))}; 'full_attention' is all there is."
+            )
+        self._check_rope()
+
+    def _check_rope(self) -> None:
+        parameters: dict[str, Any] = {**(self.rope_parameters or {})}
+        rope_type = parameters.get("rope_type")
         if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
             raise ValueError(f"`rope_parameters` has rope_type={rope_type!r}; it must be one of {known}.")
+        if (part := parameters.get("partial_rotary_factor")) not in (None, 1):
+            raise ValueError(
+                f"`rope_parameters` has partial_rotary_factor={part!r}; whole heads are rotated: leave it out."
+            )
+        for name, least in (("rope_theta", 0), ("factor", 1)):
+            value = parameters.get(name, 1)
+            if type(value) not in (int, float) or not (math.isfinite(value) and value >= least) or value == 0:
+                rule = "of at least 1" if least else "above 0"
+                raise ValueError(f"`rope_parameters` has {name}={value!r}; it must be a finite number {rule}.")
 
     def _check_depth_routing(self) -> None:
         if self.num_depth_blocks is not None and self.num_depth_blocks < 1:

@@ -22,7 +22,7 @@ from .configuration_lr_attnres import LRAttnResConfig
 from .errors import explain_field_error
 from .loading import LoadingError, load_tokenizer
 from .model_card import model_card, write_provenance
-from .model_folder import check_absent, compare_logits, staged_folder
+from .model_folder import DTYPES, check_absent, compare_logits, staged_folder
 from .modeling_lr_attnres import LRAttnResForCausalLM
 from .released_source import ConversionError, find_released_file
 from .tokenizer import CL100K_VOCAB_SIZE, END_OF_TEXT, SPECIAL_TOKENS, TokenizerError, cl100k_tokenizer
@@ -80,6 +80,8 @@ def load_released_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     if not path.is_file():
         raise ConversionError(f"{path} is not a file.")
     try:
+        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):
+            raise ConversionError(f"{path} is damaged: the checksum of {damaged} is wrong; get the file again.")
         # Files older than PyTorch 1.6 are not zip archives and cannot be mapped.
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -89,7 +91,9 @@ def load_released_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
             f"{path} is corrupt or holds more than tensors and plain values{f' ({refused[1]})' if refused else ''}: "
             "reading it would run code from the file."
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except ConversionError:
+        raise
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise ConversionError(f"{path} cannot be read as a PyTorch checkpoint (truncated?): {error!r}") from error
     for name in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(name), dict):
@@ -203,8 +207,8 @@ class _ReleasedTensors:
         if name not in self.tensors:
             raise ConversionError(f"The checkpoint lacks the tensor {name} of shape {list(shape)}.")
         tensor = self.tensors.pop(name)
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not _is_dense(tensor):
-            raise ConversionError(f"{name} is not a dense tensor of floating-point numbers.")
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES or not _is_dense(tensor):
+            raise ConversionError(f"{name} is not a dense tensor of floating-point numbers of 16 bits or more.")
         if tuple(tensor.shape) != shape:
             raise ConversionError(f"The tensor {name} has shape {list(tensor.shape)}; expected {list(shape)}.")
         return tensor
@@ -392,7 +396,9 @@ def _describe_source(source: str | os.PathLike, path: Path) -> str:
 
 def _write_card(folder: Path, config: LRAttnResConfig, name: str, source: str, rest: dict[str, Any]) -> None:
     step, tokens = rest.get("step"), rest.get("tokens_processed")
-    step, tokens = (int(value) if isinstance(value, int | float) else None for value in (step, tokens))
+    step, tokens = (
+        int(value) if isinstance(value, int | float) and math.isfinite(value) else None for value in (step, tokens)
+    )
     write_provenance(folder, source=source, step=step, tokens=tokens)
     model_card(folder, config, name).save(folder / "README.md")
 
@@ -400,4 +406,4 @@ def _write_card(folder: Path, config: LRAttnResConfig, name: str, source: str, r
 @torch.no_grad()
 def _probe_logits(config: LRAttnResConfig, state_dict: dict[str, torch.Tensor]) -> torch.Tensor:
     model = LRAttnResForCausalLM.from_pretrained(None, config=config, state_dict=dict(state_dict), dtype=config.dtype)
-    return model(probe_tokens(config.vocab_size)[:, : config.max_position_embeddings - 1]).logits
+    return model(probe_tokens(config.vocab_size)[:, : max(1, config.max_position_embeddings - 1)]).logits

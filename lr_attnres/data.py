@@ -430,7 +430,7 @@ def load_data_tokenizer(folder: str | os.PathLike) -> PreTrainedTokenizerBase:
     try:
         if not folder.is_dir():
             raise FileNotFoundError("there is no such folder")
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # `tokenizers` raises nothing more special
         reason = one_line(error).rstrip(".")
         raise ValueError(f"the tokenizer {folder} cannot be loaded ({reason}): prepare the data again.") from error
@@ -471,7 +471,7 @@ def _tokenizer_in(
         shutil.rmtree(work / "tokenizer.tmp", ignore_errors=True)
         tokenizer.save_pretrained(work / "tokenizer.tmp")
         os.replace(work / "tokenizer.tmp", folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _load_tokenizer(given: TokenizerSource | None) -> PreTrainedTokenizerBase:
@@ -480,7 +480,7 @@ def _load_tokenizer(given: TokenizerSource | None) -> PreTrainedTokenizerBase:
     if given is None or given == "cl100k_base" or Path(given).is_file():
         return cl100k_tokenizer(None if given == "cl100k_base" else given)
     try:
-        return AutoTokenizer.from_pretrained(given)
+        return AutoTokenizer.from_pretrained(given, trust_remote_code=False)
     except Exception as error:  # `tokenizers` raises nothing more special
         raise ValueError(
             f"the tokenizer {os.fspath(given)!r} cannot be loaded; give a folder or repository with a tokenizer.json, "

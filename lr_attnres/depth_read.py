@@ -55,8 +55,20 @@ def emit(config: LRAttnResConfig, value: torch.Tensor, key: torch.Tensor | None 
     return [value, depth_rms_norm(key, config.rms_norm_eps) if config.depth_key_norm else key]
 
 
-class LRAttnResDepthQueries(nn.Module):
-    """The learned static queries of sites 1..2L, zero at first: every site then reads the mean of its sources."""
+class KeptInFloat32(nn.Module):
+    """A module that `model.to(torch.bfloat16)` moves, no more."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "KeptInFloat32":
+        def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+        return super()._apply(keep_precision, recurse)
+
+
+class LRAttnResDepthQueries(KeptInFloat32):
+    """The learned static queries of sites 1..2L, zero at first: every site then reads the mean of its sources. In half
+    precision their small updates would round away."""
 
     def __init__(self, config: LRAttnResConfig):
         super().__init__()
@@ -65,14 +77,6 @@ class LRAttnResDepthQueries(nn.Module):
         self.logit_scale = config.depth_logit_scale
         shape = (2 * config.num_hidden_layers, config.depth_key_rank)
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LRAttnResDepthQueries":
-        # In half precision small updates would round away: `model.to(torch.bfloat16)` moves the queries, no more.
-        def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
-
-        return super()._apply(keep_precision, recurse)
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Queries [2L, R] in float32 or better and, where keys are normalised, their floor: see `depth_logits`."""

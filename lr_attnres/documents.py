@@ -120,7 +120,7 @@ class FileDocuments(Documents):
     def _text(self, line: bytes, place: str) -> str:
         try:
             record = json.loads(line.decode("utf-8-sig"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{place} is not JSON: {error}.") from error
         if not isinstance(record, dict):
             raise ValueError(f"{place} is not a JSON object.")

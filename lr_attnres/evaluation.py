@@ -78,4 +78,7 @@ def evaluate_folder(
     loaded = load_language_model(os.fspath(model), str(accelerator.device), dtype)
     check_fits(loaded.config.vocab_size, loaded.config.max_position_embeddings, dataset.manifest)
     check_same_tokens(os.fspath(model), dataset)
-    return evaluate(loaded, dataset, accelerator, batch_size, progress_bar=True)
+    result = evaluate(loaded, dataset, accelerator, batch_size, progress_bar=True)
+    if not math.isfinite(result.loss):
+        raise ValueError(f"the loss of {model} is {result.loss}: weights are damaged, or too large for `dtype`.")
+    return result

@@ -28,13 +28,14 @@ from .model_card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
 logger = logging.get_logger(__name__)
 
 CARD = "README.md"
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 # A training folder also holds optimizer states, logs and pickles: only what a user of the model needs is sent.
 SENT = (
     *WEIGHTS,
-    *("config.json", "generation_config.json", PROVENANCE_FILE, CARD, "LICENSE*"),
+    *("config.json", "generation_config.json", PROVENANCE_FILE, CARD, "LICENSE", "LICENSE.md", "LICENSE.txt"),
     *(
-        "tokenizer*.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
         "tokenizer.model",
         "special_tokens_map.json",
         "added_tokens.json",

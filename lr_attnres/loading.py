@@ -1,6 +1,7 @@
 """Config, tokenizer and weights of a folder or Hub repository; what does not load is told in one line."""
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from .errors import REPO_ID, HubError, clear_hub_errors, explain_field_error, on
 from .modeling_lr_attnres import LRAttnResForCausalLM
 
 
+# What Transformers and the readers of files raise for files that are damaged or not what their names say.
+UNLOADABLE = (
+    *(OSError, SafetensorError, ValueError, RuntimeError),
+    *(KeyError, TypeError, AttributeError, pickle.UnpicklingError),
+)
+
+
 class LoadingError(ValueError):
     """A model or tokenizer that cannot be found or used; the message names the folder and what is wrong with it."""
 
@@ -24,10 +32,10 @@ def load_config(source: str | os.PathLike, revision: str | None = None, token: s
     """The config of a saved folder or Hub repository."""
     _find(source, CONFIG_NAME, revision, token)
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, token=token)
+        config = AutoConfig.from_pretrained(source, revision=revision, token=token, trust_remote_code=False)
     except StrictDataclassError as error:
         raise LoadingError(f"{source}: {explain_field_error(error)}") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise LoadingError(f"the {CONFIG_NAME} of {source} cannot be used: {one_line(error)}") from error
     if config.model_type != LRAttnResConfig.model_type:
         raise LoadingError(
@@ -46,7 +54,7 @@ def load_tokenizer(
     """The tokenizer of a folder or Hub repository, which must not have more tokens than `config`, if that is given."""
     _find(source, "tokenizer_config.json", revision, token)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, token=token, trust_remote_code=False)
     except Exception as error:  # `tokenizers` raises nothing more special
         raise LoadingError(f"the tokenizer of {source} cannot be loaded: {one_line(error)}") from error
     size = max(tokenizer.get_vocab().values()) + 1
@@ -60,7 +68,7 @@ def tokenizer_beside(model: PreTrainedModel, token: str | None = None) -> PreTra
     if not model.name_or_path:
         return None
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path, token=token)
+        return AutoTokenizer.from_pretrained(model.name_or_path, token=token, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 
@@ -85,7 +93,7 @@ def load_language_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told below
         )
-    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+    except UNLOADABLE as error:
         raise LoadingError(f"the weights of {source} cannot be loaded: {one_line(error)}") from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):

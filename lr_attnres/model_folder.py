@@ -18,6 +18,9 @@ from .clean_process import CleanProcessError, load_in_clean_process
 from .errors import explain_os_error
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that weights are saved in
+
+
 class FolderError(ValueError):
     """A folder that cannot be written, or that is not what it should be; the message names it."""
 
@@ -82,6 +85,6 @@ def compare_logits(folder: Path, expected: torch.Tensor, tolerance: float, dtype
         logits = load_in_clean_process(folder, dtype)["output"]
     except CleanProcessError as error:
         raise FolderError(f"The result cannot be verified: {error}") from error
-    difference = (logits - expected).abs().max().item() / expected.abs().max().item()
+    difference = (logits - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
     if not difference <= tolerance:  # NaN is not
         raise FolderError(f"The result's logits differ from the source's by {difference:.1e} of the largest.")

@@ -34,6 +34,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_lr_attnres import LRAttnResConfig
 from .depth_read import (
     DEPTH_BACKENDS,
+    KeptInFloat32,
     LRAttnResDepthQueries,
     LRAttnResDepthRead,
     default_depth_backend,
@@ -91,7 +92,7 @@ def rope_parameters(config: LRAttnResConfig) -> dict[str, Any]:
     return {**(config.rope_parameters or {})}
 
 
-class LRAttnResRotaryEmbedding(nn.Module):
+class LRAttnResRotaryEmbedding(KeptInFloat32):  # half-precision frequencies would turn far positions too far
     def __init__(self, config: LRAttnResConfig):
         super().__init__()
         self.max_seq_len_cached = config.max_position_embeddings
@@ -452,6 +453,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         loss, logits = None, None

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import yaml
 from huggingface_hub import metadata_load, snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import (
@@ -18,12 +19,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from .clean_process import probe_tokens
 from .errors import REPO_ID, HubError, clear_hub_errors, one_line
 from .loading import local_path, tokenizer_beside
 from .model_card import read_provenance
 
+
+logger = logging.get_logger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Not the other formats that some repositories hold beside safetensors.
@@ -92,8 +96,8 @@ class SavedModel:
         if not (self.folder / "config.json").is_file():
             raise UpgradeError(f"{self.folder} has no config.json.")
         try:
-            return AutoConfig.from_pretrained(self.folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UpgradeError(f"{self.folder / 'config.json'} cannot be used: {one_line(error)}") from error
 
     @property
@@ -130,7 +134,7 @@ class SavedModel:
         if not any(self.folder.glob("tokenizer*")):
             return None
         try:
-            return AutoTokenizer.from_pretrained(self.folder)
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
         except Exception as error:  # `tokenizers` raises nothing more special
             raise UpgradeError(f"The tokenizer of {self.folder} cannot be loaded: {one_line(error)}") from error
 
@@ -139,14 +143,17 @@ class SavedModel:
             shutil.copyfile(path, folder / path.name)
 
     def license(self) -> str | None:
-        card = self.folder / "README.md"
-        name = (metadata_load(card) or {}).get("license") if card.is_file() else None
+        card, name = self.folder / "README.md", None
+        try:
+            name = (metadata_load(card) or {}).get("license") if card.is_file() else None
+        except (ValueError, yaml.YAMLError) as error:
+            logger.warning(f"{card} cannot be read, so its licence is not carried over: {one_line(error)}")
         return name if isinstance(name, str) else read_provenance(self.folder).get("license")
 
     @torch.no_grad()
     def probe_logits(self) -> torch.Tensor:
         """Of `probe_tokens`, in float32."""
-        return _probe(AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32))
+        return _probe(AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32, trust_remote_code=False))
 
 
 def open_source(
@@ -178,4 +185,4 @@ def _open(path: Path) -> safe_open:
 
 
 def _probe(model: PreTrainedModel) -> torch.Tensor:
-    return model(probe_tokens(model.config.vocab_size)[:, : model.config.max_position_embeddings - 1]).logits
+    return model(probe_tokens(model.config.vocab_size)[:, : max(1, model.config.max_position_embeddings - 1)]).logits

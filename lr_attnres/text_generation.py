@@ -38,12 +38,14 @@ def generate_text(
     """
     if not prompt:
         raise ValueError("`prompt` is empty; give the model something to continue.")
+    if prompt != prompt.encode(errors="replace").decode():
+        raise ValueError(f"`prompt` is {prompt!r}, which is not Unicode text.")
     if max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` is {max_new_tokens}; it must be at least 1.")
     if seed is not None and not 0 <= seed < 2**32:
         raise ValueError(f"`seed` is {seed}; it must lie in 0..{2**32 - 1}.")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"`temperature` is {temperature}; it must be 0 (greedy) or above, and finite.")
+    if temperature != 0 and not 1e-4 <= temperature < float("inf"):
+        raise ValueError(f"`temperature` is {temperature}; it must be 0 (greedy), or finite and at least 1e-4.")
     if not 0 < top_p <= 1:
         raise ValueError(f"`top_p` is {top_p}; it must lie above 0 and at most at 1.")
     config = load_config(model, revision, token)

@@ -74,20 +74,23 @@ def train_tokenizer(
             f"`vocab_size` is {vocab_size}; it must be at least {MIN_VOCAB_SIZE}: all bytes and end-of-text."
         )
     tokenizer = Tokenizer(models.BPE())
-    _set_byte_level(tokenizer)
+    # Training takes the square of the length of a word, and a word may be a whole file of one letter.
+    _set_byte_level(tokenizer, pre_tokenizers.Split(Regex(r"[\s\S]{1,512}"), behavior="isolated"))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     texts = islice(documents, TRAINING_DOCUMENTS)
     bar = tqdm(texts, desc="Training the tokenizer", unit=" documents", disable=not progress_bar)
     tokenizer.train_from_iterator(bar, trainer)
+    _set_byte_level(tokenizer)
     return _as_fast_tokenizer(tokenizer, model_max_length)
 
 
-def _set_byte_level(tokenizer: Tokenizer) -> None:
+def _set_byte_level(tokenizer: Tokenizer, *of_words: pre_tokenizers.PreTokenizer) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            *of_words,
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

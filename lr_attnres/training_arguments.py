@@ -74,7 +74,7 @@ class TrainArguments:
     def check(self) -> None:
         """Raise for the first value that cannot be used."""
         for name in ("data", "output_dir", "steps"):
-            if getattr(self, name) is None:
+            if getattr(self, name) in (None, ""):
                 raise ValueError(f"`{name}` is not set: give --{name.replace('_', '-')} or a line in the YAML file.")
         at_least_one = ["steps", "batch_tokens", "micro_batch_size", "keep_last", "log_steps"]
         at_least_one += ["eval_steps", "entropy_steps", "save_steps"]
@@ -233,13 +233,23 @@ def _convert(name: str, value: Any) -> Any:
             return "no"
         if kind is str and isinstance(value, (str, Path)):
             return str(value)
-        if kind in (bool, dict) and isinstance(value, kind):
+        if kind is dict and isinstance(value, dict):
+            return {key: _as_number(item) for key, item in value.items()}
+        if kind is bool and isinstance(value, bool):
             return value
     except (TypeError, ValueError):
         pass
     expected = {float: "a number", int: "a whole number", bool: "true or false", str: "text", dict: "a mapping"}
     expected |= {tuple: "two numbers", list: "a list of names"}
     raise ValueError(f"`{name}` is {value!r}; expected {expected[typing.get_origin(kind) or kind]}.")
+
+
+def _as_number(value: Any) -> Any:
+    """What YAML reads as text, such as 1e-6, but is a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _kinds(hint: Any) -> tuple:

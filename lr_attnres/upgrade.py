@@ -18,7 +18,7 @@ from .configuration_lr_attnres import LRAttnResConfig, ResidualType
 from .errors import explain_field_error
 from .hub_upload import copy_code
 from .model_card import model_card, write_provenance
-from .model_folder import check_absent, compare_logits, staged_folder, write_weights
+from .model_folder import DTYPES, check_absent, compare_logits, staged_folder, write_weights
 from .modeling_lr_attnres import LRAttnResForCausalLM
 from .pretrained_source import ModelInMemory, SavedModel, UpgradeError, open_source
 
@@ -52,10 +52,10 @@ NEUTRAL = {
     "residual_multiplier": (1, None),
     "attention_multiplier": (None,),
     "clip_qkv": (None,),
+    "is_causal": (True, None),
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QUERIES, EMBEDDING_KEY = "model.depth_queries.weight", "model.depth_embedding_key.weight"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def upgraded_config(

@@ -71,6 +71,16 @@ def test_states_that_are_refused(content, checkpoints):
         read_state(checkpoints.path(1))
 
 
+@pytest.mark.parametrize("step", ["99", "-1", "true"])
+def test_a_state_of_another_step(step, checkpoints):
+    pretend(checkpoints, {2: None})
+    (checkpoints.path(2) / "training_state.json").write_text(
+        f'{{"step": {step}, "settings": {{}}, "validation_loss": null}}'
+    )
+    with pytest.raises(CheckpointError, match="training_state.json has `step` = .*: it is not of this folder"):
+        read_state(checkpoints.path(2))
+
+
 def test_one_run_at_a_time(tmp_path):
     """A folder is held by one run, is free after it, and is gone if the run wrote nothing."""
     accelerator, folder = Accelerator(cpu=True), tmp_path / "run"

@@ -48,6 +48,18 @@ BAD_FIELDS = [
     ({"pad_token_id": 100_277}, "pad_token_id", "100277", "vocab_size"),
     ({"hidden_act": "sulu"}, "hidden_act", "sulu", "silu"),
     ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_parameters", "spiral", "yarn"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta", "0", "above 0"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": "abc"}}, "rope_theta", "abc", "finite number"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -3.0}}, "factor", "-3.0", "at least 1"),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        *("partial_rotary_factor", "0.5", "whole heads"),
+    ),
+    ({"initializer_range": float("nan")}, "initializer_range", "nan", "finite"),
+    ({"sliding_window": 4}, "sliding_window", "4", "leave it out"),
+    ({"is_causal": False}, "is_causal", "False", "leave it out"),
+    ({"num_kv_shared_layers": 1}, "num_kv_shared_layers", "1", "leave it out"),
+    ({"layer_types": ["sliding_attention"] * 24}, "layer_types", "sliding_attention", "full_attention"),
     ({"depth_scaled_eps": True, "depth_block_exponent": 0.5}, "depth_block_exponent", "0.5", "depth_scaled_eps"),
 ]
 

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import shutil
+import zipfile
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -237,6 +238,19 @@ def test_unreadable_file(content, tmp_path):
         convert_released_checkpoint(tmp_path / "broken.pt", tmp_path / "output")
     with pytest.raises(ConversionError, match="is not on this machine"):
         convert_released_checkpoint(tmp_path / "absent.pt", tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_damaged_record(tmp_path):
+    """In the middle of the weights, where nothing but its checksum can tell."""
+    content = bytearray((REFERENCES / "slr_block3_r8.pt").read_bytes())
+    with zipfile.ZipFile(REFERENCES / "slr_block3_r8.pt") as archive:
+        largest = max(archive.infolist(), key=lambda record: record.file_size)
+    place = largest.header_offset + largest.file_size // 2
+    content[place : place + 100] = bytes(byte ^ 255 for byte in content[place : place + 100])
+    (tmp_path / "damaged.pt").write_bytes(content)
+    with pytest.raises(ConversionError, match="damaged.pt is damaged: the checksum of .* is wrong"):
+        convert_released_checkpoint(tmp_path / "damaged.pt", tmp_path / "output")
     assert not (tmp_path / "output").exists()
 
 

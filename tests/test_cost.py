@@ -178,6 +178,8 @@ def test_command_for_one_model(tmp_path, capsys):
     "arguments, message",
     [
         (["--paper", "--hidden-size", "64"], "give one of MODEL, --paper and the options of a model."),
+        ([""], "'' is not on this machine, nor a Hub repository"),
+        (["--figure", ""], "--figure draws the paper's table: give --paper too."),
         (["--figure", "paper.png"], "--figure draws the paper's table: give --paper too."),
         (["--hidden-size", "100"], "`hidden_size` is 100, not a multiple of `num_attention_heads` = 16"),
         (["--depth-key-rank", "0"], "`depth_key_rank` is 0; it must lie in 1..hidden_size = 1024."),

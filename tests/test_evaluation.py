@@ -65,6 +65,14 @@ def test_folders_that_do_not_fit(model, token_data, tmp_path):
         evaluate_folder(tmp_path / "short", token_data, batch_size=0)
 
 
+def test_a_loss_that_is_no_number(token_data, tmp_path):
+    model = save_text_model(tmp_path / "model")
+    model.lm_head.weight.data[0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="the loss of .*model is nan: weights are damaged"):
+        evaluate_folder(tmp_path / "model", token_data)
+
+
 def test_data_of_another_tokenizer_and_missing_weights(token_data, tmp_path, capsys):
     save_text_model(tmp_path / "model")
     evaluate_folder(tmp_path / "model", token_data)

@@ -19,7 +19,7 @@ from test_conversion import NAMES, REFERENCES, expected_outputs
 
 from lr_attnres import LRAttnResForSequenceClassification
 from lr_attnres.clean_process import CleanProcessError
-from lr_attnres.hub_upload import PushError, check_folder, code_files, push
+from lr_attnres.hub_upload import PushError, check_folder, code_files, push, stage_folder
 
 
 WRITER = ("--token", "hf_writer")
@@ -390,6 +390,16 @@ def test_folder_that_must_not_be_sent(spoil, message, folder):
     spoil(folder)
     with pytest.raises((PushError, CleanProcessError), match=message):
         check_folder(folder)
+
+
+def test_only_what_a_user_needs_is_sent(folder):
+    names = ["model_backup.safetensors", "model-old.safetensors", "LICENSE_key.pem", "tokenizer_secret.json"]
+    for name in names:
+        (folder / name).write_text("x")
+    staged = stage_folder(folder, check_folder(folder), "writer/name")
+    assert set(names) <= set(staged.left_out)
+    sent = {operation.path_in_repo for operation in staged.operations}
+    assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"} <= sent
 
 
 def test_tokenizer_that_does_not_fit(tmp_path):

@@ -51,6 +51,10 @@ DAMAGES = [
         r"the weight .*_proj.weight of .* has shape \[.*40.*\]; its config asks for \[.*48",
     ),
     (set_field(residual_type="projected"), "weight"),
+    (set_field(dtype="nope"), "the config.json of .* cannot be used: `dtype` is 'nope'"),
+    (set_field(sliding_window=4), "model: `sliding_window` is 4; every layer attends to all tokens"),
+    (write("generation_config.json", "[]"), "the weights of .* cannot be loaded: "),
+    (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "cannot be loaded: "),
 ]
 
 
@@ -60,6 +64,17 @@ def test_a_damaged_folder(damage, message, saved, tmp_path):
     with pytest.raises(LoadingError, match=message) as raised:
         load_language_model(tmp_path / "model", "cpu")
     assert str(tmp_path / "model") in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_code_of_a_folder_is_not_offered_to_be_run(saved, tmp_path, monkeypatch):
+    """Transformers would ask, and run it after a yes."""
+    folder = shutil.copytree(saved, tmp_path / "model")
+    set_field(model_type="other", auto_map={"AutoConfig": "other.Other"})(folder)
+    (folder / "other.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(LoadingError, match="cannot be used: "):
+        load_language_model(folder, "cpu")
+    assert not (tmp_path / "was-run").exists()
 
 
 def test_a_model_with_another_head(saved, tmp_path):

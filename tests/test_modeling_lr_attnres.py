@@ -424,6 +424,23 @@ def test_depth_logits_and_weights_are_float32_in_a_half_model_and_under_autocast
     assert all(w.dtype == torch.float32 for w in model(input_ids, output_depth_weights=True).depth_weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_frequencies_stay_float32(dtype, tmp_path):
+    """Rounded, they would turn far positions too far, and differently before and after saving."""
+    model, input_ids = small_model(max_position_embeddings=2048), random_tokens(1, 2000)
+    frequencies = model.model.rotary_emb.inv_freq
+    model.to(dtype).save_pretrained(tmp_path)
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    loaded = LRAttnResForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert torch.equal(model(input_ids).logits, loaded(input_ids).logits)
+
+
+def test_a_config_that_asks_for_tuples():
+    model, input_ids = small_model(return_dict=False), random_tokens(2, 5)
+    loss, logits = model(input_ids, labels=input_ids)[:2]
+    assert loss.ndim == 0 and torch.equal(logits, model(input_ids, return_dict=True).logits)
+
+
 def test_autocast_sums_blocks_in_what_was_emitted_and_reads_float32():
     model, states = small_model("sliced_block"), []
     model.model.layers[-1].register_forward_pre_hook(lambda _, inputs: states.append(inputs[1:]))

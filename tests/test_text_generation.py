@@ -57,6 +57,12 @@ def test_command(model, tmp_path, capsys):
     assert capsys.readouterr().err == "Error: `prompt` is empty; give the model something to continue.\n"
     assert cli.main([*arguments, "--device", "abacus"]) == 1
     assert "Error: `device` abacus cannot be used: " in capsys.readouterr().err
+    assert (
+        cli.main(["generate", str(tmp_path), "--prompt", "caf\udce9"]) == 1
+    )  # how Python reads a byte that is no UTF-8
+    assert "Error: `prompt` is 'caf\\udce9', which is not Unicode text." in capsys.readouterr().err
+    assert cli.main([*arguments, "--temperature", "1e-40"]) == 1
+    assert "Error: `temperature` is 1e-40; it must be 0" in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "-1"]) == 1
     assert "Error: `temperature` is -1.0; it must be 0" in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "nan"]) == 1

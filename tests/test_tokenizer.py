@@ -120,9 +120,7 @@ def test_ranks_that_cannot_be_had(monkeypatch, tmp_path):
     ):
         cl100k_tokenizer()
     monkeypatch.setitem(sys.modules, "tiktoken_ext.openai_public", None)
-    with pytest.raises(
-        TokenizerError, match=r'need tiktoken \(pip install "lr-attnres\[tokenizer\]", or in a clone pip'
-    ):
+    with pytest.raises(TokenizerError, match=r'need tiktoken \(pip install "lr-attnres\[hub\]", or in a clone pip'):
         cl100k_tokenizer()
 
 
@@ -142,3 +140,10 @@ def test_a_small_tokenizer_is_trained_and_loses_nothing(tmp_path):
     assert chat == "user: Hello\n"
     with pytest.raises(ValueError, match="`vocab_size` is 256"):
         train_tokenizer(texts, 256)
+
+
+def test_a_word_as_long_as_a_file_is_learned_from_in_pieces():
+    """Whole, these two million letters would take hours. The tokenizer itself does not cut words."""
+    trained = train_tokenizer(["a" * 2_000_000, "ACGT" * 5_000], 300)
+    assert len(trained("a" * 1024)["input_ids"]) <= 16
+    assert len(trained.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a" * 1024)) == 1

@@ -52,6 +52,7 @@ def test_one_flag_chooses_a_row_of_the_table(variant):
 def test_flags_win_over_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("lr_muon: 1e-2\nsteps: 7\ncompile: true\nmodel:\n  hidden_size: 64\n  qk_norm: true\n")
+    assert load_arguments(None, **parse("--model", "rms_norm_eps=1e-6")).model == {"rms_norm_eps": 1e-6}
     flags = parse("--steps", "9", "--no-compile", "--model", "hidden_size=32", "tie_word_embeddings=true")
     args = load_arguments(str(file), **flags, **parse("--resume", "--betas", "0.8", "0.9"))
     assert (args.lr_muon, args.steps, args.compile, args.resume, args.betas) == (0.01, 9, False, "last", (0.8, 0.9))
@@ -86,6 +87,7 @@ def test_files_that_are_refused(content, message, tmp_path):
     "changes, message",
     [
         ({"data": None}, "`data` is not set: give --data"),
+        ({"output_dir": ""}, "`output_dir` is not set: give --output-dir"),
         ({"steps": 0}, "`steps` is 0"),
         ({"warmup_steps": 11}, "`warmup_steps` is 11, more than `steps` = 10"),
         ({"lr_muon": float("nan")}, "`lr_muon` is nan"),
