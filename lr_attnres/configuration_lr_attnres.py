@@ -164,6 +164,13 @@ class LRAttnResConfig(PreTrainedConfig):
         """Whether every sub-layer is a source of its own: without blocks, or with as many as there are sub-layers."""
         return self.num_depth_blocks is None or self.num_depth_blocks >= 2 * self.num_hidden_layers
 
+    def validate_rope(self) -> None:
+        """As in Transformers, but what is missing is an error of the config like any other."""
+        try:
+            super().validate_rope()
+        except KeyError as error:
+            raise ValueError(error.args[0]) from error
+
     def validate_architecture(self) -> None:
         """Part of the `@strict` validation, at construction and before saving."""
         self._check_sizes()

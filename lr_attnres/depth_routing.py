@@ -194,7 +194,8 @@ def products_by_sources(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """weights [B, T, G, S], G gradients and S values [B, T, D] -> the dot products of each gradient and each value
     [B, T, G, S], and S gradients of the values [B, T, D]."""
-    some_dots, grad_values = [], []
+    some_dots: list[torch.Tensor] = []
+    grad_values: list[torch.Tensor] = []
     grad_mix = torch.stack(grad_mixes, dim=-2)
     with maybe_autocast(device_type=weights.device.type, enabled=False):
         for start in range(0, len(values), 8):  # enough for an efficient product, and never a stack of all sources

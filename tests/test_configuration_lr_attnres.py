@@ -55,6 +55,7 @@ BAD_FIELDS = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         *("partial_rotary_factor", "0.5", "whole heads"),
     ),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters", "yarn", "factor"),
     ({"initializer_range": float("nan")}, "initializer_range", "nan", "finite"),
     ({"sliding_window": 4}, "sliding_window", "4", "leave it out"),
     ({"is_causal": False}, "is_causal", "False", "leave it out"),
