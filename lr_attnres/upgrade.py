@@ -230,7 +230,7 @@ def upgrade_model(
         weights.config.save_pretrained(staging)
         copy_code(staging)
         source.copy_files(staging)
-        _write_tokenizer(staging, tokenizer or source.tokenizer())
+        _write_tokenizer(staging, tokenizer or source.tokenizer(), weights.config.vocab_size)
         write_provenance(staging, base_model=base_model or source.name, license=source.license())
         model_card(staging, weights.config, output_dir.name).save(staging / "README.md")
         write_weights(staging, weights.tensors, weights.make, max_shard_size)
@@ -240,8 +240,12 @@ def upgrade_model(
     return output_dir
 
 
-def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
     if tokenizer is None:
         logger.warning("No tokenizer was written: there is none beside the model.")
-    else:
-        tokenizer.save_pretrained(folder)
+        return
+    if (size := max(tokenizer.get_vocab().values()) + 1) > vocab_size:
+        raise UpgradeError(
+            f"The tokenizer beside the model has {size} tokens, the model's `vocab_size` is {vocab_size}."
+        )
+    tokenizer.save_pretrained(folder)

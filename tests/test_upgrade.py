@@ -330,6 +330,14 @@ def test_logits_to_verify_with_are_float32(base):
     assert torch.equal(from_memory, copy.deepcopy(half).float()(probe_tokens(257)).logits)
 
 
+def test_a_card_that_cannot_be_read_costs_the_licence_alone(tmp_path, monkeypatch):
+    save_source(tmp_path / "base")
+    (tmp_path / "base/README.md").write_text("---\nlicense: [a\n---\n")
+    monkeypatch.setattr("lr_attnres.pretrained_source.logger", (logger := Mock()))
+    assert upgrade_model(tmp_path / "base", tmp_path / "new", **SLICED).is_dir()
+    assert "its licence is not carried over" in logger.warning.call_args.args[0]
+
+
 def test_source_without_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr("lr_attnres.upgrade.logger", (logger := Mock()))
     upgrade_model(source("llama"), tmp_path / "new", **SLICED)
@@ -439,6 +447,12 @@ def edit_config(**fields):
     return edit
 
 
+def add_a_token(folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(folder)
+
+
 NORM, UP, BIAS = "model.norm.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 BROKEN = [
     (edit_weights(lambda t: t.pop(NORM)), r"lacks the tensor model.norm.weight of shape \[32\]"),
@@ -456,6 +470,8 @@ BROKEN = [
     (lambda folder: (folder / "model.safetensors").write_bytes(b"short"), "model.safetensors cannot be read"),
     (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "has no model.safetensors"),
     (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer of .* cannot be loaded"),
+    (add_a_token, "The tokenizer beside the model has 258 tokens, the model's `vocab_size` is 257"),
+    (edit_config(is_causal=False), "`is_causal` is False; a model can be upgraded only where it is True"),
 ]
 
 
