@@ -9,7 +9,6 @@ backward rebuilds what it needs from logits and from the hidden states that the 
 """
 
 import math
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +101,8 @@ def depth_read(values: list[torch.Tensor], logits: torch.Tensor, dtype: torch.dt
 
 def depth_mix(values: list[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
-    return DepthMix.apply(logits, *values) if needs_grad(logits, *values) else mix_sources(logits, *values)
+    mix, lse = DepthMix.apply(logits, *values) if needs_grad(logits, *values) else mix_sources(logits, *values)
+    return *mix.unbind(-2), lse
 
 
 def depth_merge(
@@ -125,32 +125,27 @@ def needs_grad(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def mix_sources(logits: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """logits [B, T, G, S], S values [B, T, D] -> G mixes [B, T, D], log-sum-exps [B, T, G], in the logits' dtype."""
+def mix_sources(logits: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [B, T, G, S], S values [B, T, D] -> mix [B, T, G, D], log-sum-exp [B, T, G], in the logits' dtype."""
     weights = logits.softmax(dim=-1)
-    if goes_by_tokens(weights):
-        mix = weights.new_empty(*weights.shape[:-1], values[0].shape[-1])
-        for out, factors, *some in by_tokens(mix, weights, *values):
-            torch.bmm(factors, torch.stack(some, dim=1).to(factors.dtype), out=out)
-    else:
-        mix = weights[..., 0, None] * values[0].unsqueeze(-2)
-        for i in range(1, len(values)):
-            # In place: a new tensor of this size for each source would cost more than the sum itself.
-            mix.addcmul_(weights[..., i, None], values[i].unsqueeze(-2))
-    return *mix.unbind(-2), logits.logsumexp(dim=-1)
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if weights.device.type == "cpu" and not is_traced:
+        return mix_tokens(weights, values), logits.logsumexp(dim=-1)
+    mix = weights[..., 0, None] * values[0].unsqueeze(-2)
+    for i in range(1, len(values)):
+        # In place: a new tensor of this size for each source would cost more than the sum itself.
+        mix.addcmul_(weights[..., i, None], values[i].unsqueeze(-2))
+    return mix, logits.logsumexp(dim=-1)
 
 
-def goes_by_tokens(weights: torch.Tensor) -> bool:
-    """Whether phase 1 is done by matrix products for a few tokens at a time, which a CPU's cache holds with all their
-    sources and mixes. Not where something follows the operators: they are written into parts of their results."""
-    is_followed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    is_cast = torch.is_autocast_enabled("cpu")
-    return weights.device.type == "cpu" and not (is_followed or is_cast or torch.is_grad_enabled())
-
-
-def by_tokens(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors [B, T, ...] as parts [tokens, ...]."""
-    return zip(*(tensor.flatten(0, 1).split(128) for tensor in tensors))
+def mix_tokens(weights: torch.Tensor, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """weights [B, T, G, S], S values [B, T, D] -> mix [B, T, G, D], by matrix products for as many tokens at a time as
+    the cache of a CPU holds with all their sources and mixes."""
+    mix = weights.new_empty(*weights.shape[:-1], values[0].shape[-1])
+    with maybe_autocast(device_type="cpu", enabled=False):
+        for out, factors, *sources in zip(*(part.flatten(0, 1).split(128) for part in (mix, weights, *values))):
+            torch.bmm(factors, torch.stack(sources, dim=1).to(factors.dtype), out=out)
+    return mix
 
 
 def merge_sources(dtype: torch.dtype, logit: torch.Tensor, mix: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -179,45 +174,20 @@ class DepthMix(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, grad_mix: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits, *values = ctx.saved_tensors
-        *grad_mixes, grad_lse = grads
         weights = logits.softmax(dim=-1)
-        products = products_by_tokens if goes_by_tokens(weights) else products_by_sources
-        dots, grad_values = products(weights, grad_mixes, values)
+        some_dots, grad_values = [], []
+        with maybe_autocast(device_type=weights.device.type, enabled=False):
+            for start in range(0, len(values), 8):  # enough for an efficient product, and never all sources
+                some = slice(start, start + 8)
+                stack = torch.stack(values[some], dim=-2).to(weights.dtype)
+                some_dots.append(grad_mix @ stack.transpose(-1, -2))
+                grads = (weights[..., some].transpose(-1, -2) @ grad_mix).unbind(-2)
+                grad_values += [grad.to(value.dtype) for grad, value in zip(grads, values[some])]
+        dots = torch.cat(some_dots, dim=-1)
         grad_logits = weights * (dots - (weights * dots).sum(-1, keepdim=True) + grad_lse.unsqueeze(-1))
-        return grad_logits, *(grad.to(value.dtype) for grad, value in zip(grad_values, values))
-
-
-def products_by_sources(
-    weights: torch.Tensor, grad_mixes: list[torch.Tensor], values: list[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """weights [B, T, G, S], G gradients and S values [B, T, D] -> the dot products of each gradient and each value
-    [B, T, G, S], and S gradients of the values [B, T, D]."""
-    some_dots: list[torch.Tensor] = []
-    grad_values: list[torch.Tensor] = []
-    grad_mix = torch.stack(grad_mixes, dim=-2)
-    with maybe_autocast(device_type=weights.device.type, enabled=False):
-        for start in range(0, len(values), 8):  # enough for an efficient product, and never a stack of all sources
-            some = slice(start, start + 8)
-            stack = torch.stack(values[some], dim=-2).to(weights.dtype)
-            some_dots.append(grad_mix @ stack.transpose(-1, -2))
-            grad_values += (weights[..., some].transpose(-1, -2) @ grad_mix).unbind(-2)
-    return torch.cat(some_dots, dim=-1), grad_values
-
-
-def products_by_tokens(
-    weights: torch.Tensor, grad_mixes: list[torch.Tensor], values: list[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The same."""
-    dots, num_mixes = torch.empty_like(weights), len(grad_mixes)
-    grads = weights.new_empty(*weights.shape[:2], len(values), values[0].shape[-1])
-    for dots_out, grads_out, factors, *some in by_tokens(dots, grads, weights, *grad_mixes, *values):
-        grad_mix = torch.stack(some[:num_mixes], dim=1)
-        stack = torch.stack(some[num_mixes:], dim=1).to(factors.dtype)
-        torch.bmm(grad_mix, stack.transpose(1, 2), out=dots_out)
-        torch.bmm(factors.transpose(1, 2), grad_mix, out=grads_out)
-    return dots, [*grads.unbind(-2)]
+        return grad_logits, *grad_values
 
 
 class DepthMerge(torch.autograd.Function):
