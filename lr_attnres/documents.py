@@ -118,8 +118,9 @@ class FileDocuments(Documents):
                     yield self._text(line, f"{path}, line {self._line}")
 
     def _text(self, line: bytes, place: str) -> str:
+        content = line.decode("utf-8-sig")
         try:
-            record = json.loads(line.decode("utf-8-sig"))
+            record = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{place} is not JSON: {error}.") from error
         if not isinstance(record, dict):
