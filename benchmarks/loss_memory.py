@@ -1,23 +1,22 @@
 """Peak memory of the loss, forward and backward, from hidden states and head weight: chunked and plain.
 
-Counted is everything allocated beyond the inputs (hidden states, head weight, labels): logits, what the backward
-keeps, temporaries, and the gradients of hidden states and weight. The plain path is `lm_head` and Transformers'
-`ForCausalLMLoss`, its logits alive until the end as in a model's output, and has no z-loss, which would cost it more.
+This counts everything that is allocated beyond the inputs (hidden states, head weight, labels): logits, what the
+backward keeps, temporaries, and the gradients of hidden states and weight. The plain path is `lm_head` and
+Transformers' `ForCausalLMLoss`. Its logits stay alive until the end, as in a model's output, and it has no z-loss.
 Each path runs in a process of its own; on a CPU the figure is the growth of its resident memory.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 from pathlib import Path
 
 import torch
-from harness import machine
+from harness import commit, machine, write_report
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lr_attnres.losses import ChunkedLoss
+from lr_attnres.training.losses import ChunkedLoss
 
 
 def resident_bytes(field: str) -> int:
@@ -66,9 +65,8 @@ def main() -> None:
         print(f"{path:8s} {peaks[path] / 2**20:8.1f} MiB   loss {loss:.4f}", flush=True)
     ratio = peaks["chunked"] / peaks["plain"]
     print(f"ratio    {ratio:8.3f}        {settings}\n{machine()}")
-    output.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": "loss_memory", "settings": settings, "machine": machine(), "bytes": peaks, "ratio": ratio}
-    (output / "loss_memory.json").write_text(json.dumps(content, indent=2) + "\n")
+    content = {"settings": settings, "machine": machine(), "commit": commit(), "bytes": peaks, "ratio": ratio}
+    write_report("loss_memory", output, content)
 
 
 if __name__ == "__main__":

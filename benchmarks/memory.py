@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps for the backward of one training step, parameters apart."""
+"""Bytes that autograd keeps for the backward of one training step, without the parameters."""
 
 import torch
 from harness import PAPER_WIDTH, build, check_against_naive_read, parser, report
@@ -22,12 +22,12 @@ def saved_bytes(row: str, layers: int, tokens: int) -> float:
 
 
 def main() -> None:
-    arguments = parser(__doc__, repeats=None)
+    arguments = parser(__doc__)
     arguments.add_argument("--layers", type=int, default=8)
     arguments.add_argument("--tokens", type=int, default=512)
     args = arguments.parse_args()
     check_against_naive_read(args.rows)
-    rows = ["standard", *(row for row in args.rows if row != "standard")]
+    rows = list(dict.fromkeys(["standard", *args.rows]))
     column = {row: saved_bytes(row, args.layers, args.tokens) for row in rows}
     report("memory", {"layers": args.layers, "tokens": args.tokens}, {"saved": column}, "MiB", args.output)
 

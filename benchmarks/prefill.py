@@ -1,7 +1,8 @@
 """Prefill of a prompt without gradients at the paper's width and depth, batch 1, eager and compiled."""
 
 import torch
-from harness import PAPER_WIDTH, build, share_parameters, time_rows, timing_parser
+from harness import PAPER_WIDTH, build, share_parameters
+from side_by_side import time_rows, timing_parser
 
 
 def prefill(row: str, layers: int, tokens: int, compiled: bool):
@@ -17,5 +18,5 @@ def prefill(row: str, layers: int, tokens: int, compiled: bool):
 
 
 if __name__ == "__main__":
-    arguments = timing_parser(__doc__, repeats=4, layers=24, tokens=512)
+    arguments = timing_parser(__doc__, repeats=12, layers=24, tokens=512)
     time_rows("prefill", prefill, arguments.parse_args())

@@ -1,130 +1,109 @@
-"""Writes the tables of docs/performance.md and README.md from the JSON files in results/, which the other benchmarks
-wrote."""
+"""Writes the tables of docs/performance.md and README.md from the JSON reports in benchmarks/results.
+
+    python benchmarks/tables.py
+
+A table stands between `<!-- table: train_step -->` and `<!-- /table -->`. What has not been measured is a dash.
+"""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import COPY, QWEN, ROWS, VARIANTS
 
-RESULTS = Path(__file__).parent / "results"
-MODES = ("eager", "compiled")
-Columns = dict[str, dict[str, float]]  # title -> row -> measurement
+from lr_attnres.analysis.cost import depth_cost
+from lr_attnres.analysis.paper import PAPER_TABLE
+from lr_attnres.depth_routing import DepthSite
+
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = [ROOT / "docs/performance.md", ROOT / "README.md"]
+LAYERS = [4, 8, 16, 32]
+Columns = dict[str, dict[str, float]]  # title -> row -> number
 
 
 def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def columns_of(name: str) -> Columns:
-    return load(name)["columns"]
-
-
-def table(columns: Columns, digits: int = 3, head: str = "model") -> list[str]:
-    rows = dict.fromkeys(row for column in columns.values() for row in column)
+def table(columns: Columns, digits: dict[str, int] | int = 3, head: str = "model", rows: list[str] | None = None):
+    """The lines of a table. `digits`: of all columns, or by title."""
     lines = [[head, *columns], ["---"] * (1 + len(columns))]
-    for row in rows:
-        lines.append([row, *(f"{column[row]:,.{digits}f}" if row in column else "-" for column in columns.values())])
+    for row in rows or dict.fromkeys(row for column in columns.values() for row in column):
+        cells = [row]
+        for title, column in columns.items():
+            decimals = digits if isinstance(digits, int) else digits.get(title, 3)
+            cells.append(f"{column[row]:,.{decimals}f}" if row in column else "-")
+        lines.append(cells)
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def whole_steps(kind: str = "") -> Columns:
-    steps = {"training": columns_of("train_step"), "prefill": columns_of("prefill"), "decoding": columns_of("decode")}
-    return {
-        f"{step}, {mode}": columns[mode + kind]
-        for step, columns in steps.items()
-        for mode in MODES
-        if mode + kind in columns
-    }
+def ratios(name: str, mode: str) -> dict[str, float]:
+    """row -> ratio to `standard`, as timed."""
+    rows = load(name).get("modes", {}).get(mode, {"rows": {}})["rows"]
+    return {row: numbers["ratio"] for row, numbers in rows.items()}
 
 
-def times() -> list[str]:
-    """Whole steps, as ratios to `standard`."""
-    return table(whole_steps())
+def steps(name: str) -> list[str]:
+    columns = {mode: ratios(name, mode) for mode in ("eager", "compiled")}
+    return table(columns, rows=["standard", COPY, *(row for row in ROWS if row != "standard")])
 
 
-def as_timed() -> list[str]:
-    """The same steps, before products and attention of the same shapes are made to count alike."""
-    return table(whole_steps(", as timed"))
+def train_step() -> list[str]:
+    return steps("train_step")
 
 
-def parts() -> list[str]:
-    """What a training step spends on each kind of operator, as a part of the step of `standard`."""
-    titles = [f"{mode}, {kind}" for mode in MODES for kind in ("products", "attention", "other")]
-    columns = columns_of("train_step")
-    return table({title: columns[title] for title in titles})
+def prefill() -> list[str]:
+    return steps("prefill")
 
 
-def decoding() -> list[str]:
-    """An eager step of decoding, in milliseconds per token."""
-    return table(columns_of("decode_profile"), digits=2)
+def decode() -> list[str]:
+    return steps("decode")
 
 
-def other_runs() -> list[str]:
-    """Every other run of these steps that was kept, as timed: one a line."""
-    shown = ["standard, again", "sliced-n4-r64", "projected-n4-r32", "sliced-n8-r64", "sliced-full-r64"]
-    shown += ["attnres-full", "Qwen3ForCausalLM"]
-    lines = ["| run | repeats | " + " | ".join(shown) + " |", "| --- " * (2 + len(shown)) + "|"]
-    for path in sorted((RESULTS / "other_runs").glob("*.json")):
-        result = load(f"other_runs/{path.stem}")
-        for mode in MODES:
-            if column := result["columns"].get(f"{mode}, as timed", result["columns"].get(mode)):
-                ratios = (f"{column[row]:.3f}" if row in column else "-" for row in shown)
-                cells = [f"{result['benchmark']}, {mode}", str(result["settings"]["repeats"][mode]), *ratios]
-                lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def pretrained_classes() -> list[str]:
-    """A training step of `standard` beside the class of Transformers that computes the same."""
-    columns = columns_of("upgrade_speed")
-    return table(
-        {
-            name: {row: time / column["Transformers"] for row, time in column.items()}
-            for name, column in columns.items()
-        }
-    )
-
-
-def other_class_runs() -> list[str]:
-    """`standard` as a ratio to Transformers' class in every other run that was kept, as timed."""
-    columns: Columns = {"Llama": {}, "Qwen3": {}}
-    for path in sorted((RESULTS / "other_runs").glob("upgrade_speed_*.json")):
-        run = columns_of(f"other_runs/{path.stem}")
-        for source, ratios in columns.items():
-            seconds = run.get(f"{source}, as timed", run[source])
-            ratios[path.stem] = seconds["standard"] / seconds["Transformers"]
-    return table(columns, head="run")
-
-
-def growth() -> list[str]:
-    """Whole training steps against the number of layers, in seconds."""
-    return table(columns_of("scaling"), digits=2)
-
-
-def depth_growth() -> list[str]:
-    """The depth part alone against the number of layers, in milliseconds."""
-    return table(columns_of("depth_read"), digits=1)
+def depth_read() -> list[str]:
+    """Milliseconds of the depth part alone, by the number of layers."""
+    columns = load("depth_read").get("columns", {})
+    return table({f"L={n}": columns.get(f"L={n}", {}) for n in LAYERS}, 1, rows=[row for row in ROWS if row != QWEN])
 
 
 def source_reads() -> list[str]:
-    """Sources that the sites of a model read in all."""
-    settings = load("depth_read")["settings"]
-    layers = [f"L={layers}" for layers in settings["layers"]]
-    by_layers = zip(layers, zip(*settings["source_reads"].values()))
-    return table({title: dict(zip(settings["source_reads"], counts)) for title, counts in by_layers}, 0, "sources")
+    """Sources that all sites of a model read, by the number of layers."""
+    columns: Columns = {}
+    for layers in LAYERS:
+        schedules = {name: DepthSite.schedule(2 * layers, blocks) for name, blocks in (("N=8", 8), ("full", None))}
+        columns[f"L={layers}"] = {}
+        for name, sites in schedules.items():
+            columns[f"L={layers}"][f"{name}, two phases"] = two_phase_reads(sites)
+            columns[f"L={layers}"][f"{name}, naive"] = sum(site.num_sources for site in sites)
+    return table(columns, 0, "sources")
+
+
+def two_phase_reads(sites: list[DepthSite]) -> int:
+    """Phase 1 reads a source once per group; phase 2 reads each younger source once per site."""
+    mixed = sum(site.num_mixed for site in sites if site.opens_group)
+    return mixed + sum(site.num_sources - site.num_mixed + (site.num_mixed == 1) for site in sites)
+
+
+def memory_ratios() -> dict[str, float]:
+    saved = load("memory").get("columns", {}).get("saved", {})
+    return {row: size / saved["standard"] for row, size in saved.items()}
 
 
 def memory() -> list[str]:
-    saved = columns_of("memory")["saved"]
-    return table({"MiB": saved, "ratio": {row: size / saved["standard"] for row, size in saved.items()}})
+    saved = load("memory").get("columns", {}).get("saved", {})
+    return table({"MiB": saved, "ratio": memory_ratios()}, {"MiB": 1}, rows=ROWS)
 
 
 def kernels() -> list[str]:
-    """Of each read: the largest need of its kernels over both GPUs, and the bytes moved per token."""
+    """For each read: the largest need of its kernels over both GPUs, and the bytes moved per token."""
     lines = ["| sources | read | registers | spilled bytes | shared bytes | bytes per token | of the ideal |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, results in load("triton_report")["source_sets"].items():
+    for name, results in load("triton_report").get("source_sets", {}).items():
         for traffic in results["traffic"]:
             own = [row for row in results["resources"] if row["read"] == traffic["read"]]
             most = [max(row[need] for row in own) for need in ("registers", "spilled_bytes", "shared_bytes")]
@@ -133,20 +112,35 @@ def kernels() -> list[str]:
     return lines
 
 
-TABLES = (times, as_timed, parts, decoding, other_runs, pretrained_classes, other_class_runs)
-TABLES += (growth, depth_growth, source_reads, memory, kernels)
+def overhead() -> list[str]:
+    """One row per variant: the paper's loss, exact costs, and what was measured here as ratios to `standard`."""
+    names = {"training step": "train_step", "prefill": "prefill", "decoding": "decode"}
+    measured = {title: ratios(name, "eager") for title, name in names.items()} | {"memory": memory_ratios()}
+    paper = {row.variant: row for row in PAPER_TABLE if row.variant in VARIANTS}
+    costs = {variant: depth_cost(row.config) for variant, row in paper.items()}
+    columns: Columns = {
+        "loss (paper)": {variant: row.validation_loss for variant, row in paper.items()},
+        "added FLOPs, %": {variant: cost.added_flops_percent for variant, cost in costs.items()},
+        "added parameters": {variant: cost.added_parameters for variant, cost in costs.items()},
+    }
+    rows = ["standard", COPY, *(variant for variant in paper if variant != "standard")]
+    digits = {"loss (paper)": 4, "added FLOPs, %": 4, "added parameters": 0}
+    return table(columns | measured, digits, "variant", rows)
 
 
-PAGES = [Path(__file__).parents[1] / name for name in ("docs/performance.md", "README.md")]
+TABLES: dict[str, Callable[[], list[str]]] = {
+    make.__name__: make for make in (train_step, prefill, decode, depth_read, source_reads, memory, kernels, overhead)
+}
 
 
 def fill(text: str) -> str:
-    """A page, each of its tables under a mark like `<!-- table: times -->` made anew."""
-    for make in TABLES:
-        lines = "".join(f"{line}\n" for line in make())
-        place = rf"(<!-- table: {make.__name__} -->\n\n)(?:\|.*\n)*\n?"
-        text = re.sub(place, lambda mark, new=lines: f"{mark[1]}{new}\n", text)
-    return text.rstrip() + "\n"
+    """A page with every table made anew."""
+
+    def replace(found: re.Match) -> str:
+        lines = "\n".join(TABLES[found[1]]())
+        return f"<!-- table: {found[1]} -->\n\n{lines}\n\n<!-- /table -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- /table -->", replace, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A whole training step (forward, backward, AdamW) of every variant, eager and compiled."""
 
 import torch
-from harness import COMPARED, PAPER_WIDTH, build, share_parameters, time_rows, timing_parser, training_step
+from harness import PAPER_WIDTH, build, share_parameters, training_step
+from side_by_side import time_rows, timing_parser
 
 
 def train_step(row: str, layers: int, tokens: int, compiled: bool):
@@ -10,6 +11,5 @@ def train_step(row: str, layers: int, tokens: int, compiled: bool):
 
 
 if __name__ == "__main__":
-    arguments = timing_parser(__doc__, repeats=5, layers=8, tokens=512)
-    arguments.set_defaults(rows=["sliced-n4-r64", "projected-n4-r32", *COMPARED])
+    arguments = timing_parser(__doc__, repeats=12, layers=8, tokens=512)
     time_rows("train_step", train_step, arguments.parse_args())

@@ -1,11 +1,11 @@
-"""What can be said of the Triton kernels without a GPU: registers, spills, shared memory and bytes moved per token.
+"""What is known of the Triton kernels without a GPU: registers, spills, shared memory and bytes moved per token.
 
-    python benchmarks/triton_report.py --output outputs/triton_report.json
+    python benchmarks/triton_report.py
 
 Every kernel is compiled to a cubin for sm_80 (A100) and sm_90 (H100), through the calls that a model makes, for the
-largest reads of the paper's model (D=1024, 48 sub-layers, bfloat16). The bytes are those that the kernels ask for,
-counted under Triton's interpreter; the ideal reads each wide input ([B, T, D]) once and writes each wide output once,
-and takes logits for nothing. Times on a GPU are not measured here.
+largest reads of the paper's model (D=1024, 48 sub-layers, bfloat16). The bytes that the kernels load and store are
+counted under Triton's interpreter. The ideal reads each wide input ([B, T, D]) once, writes each wide output once, and
+does not count logits. Times on a GPU are not measured.
 
 Shape letters: B batch, T tokens, D hidden size, S sources, G sites of a group, Y younger sources of a merge.
 """
@@ -38,19 +38,15 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 def largest_reads(num_blocks: int | None) -> tuple[int, int, int]:
     """S and G of the schedule's largest phase 1, Y of its largest phase 2."""
     sites = DepthSite.schedule(NUM_SUBLAYERS, num_blocks)
-    group = max((site for site in sites if site.opens_group), key=lambda site: site.num_older * site.group_size)
-    younger = max(site.num_completed + 1 - site.num_older for site in sites)
-    return group.num_older, group.group_size, younger
+    group = max((site for site in sites if site.opens_group), key=lambda site: site.num_mixed * site.sites_in_group)
+    younger = max(site.num_sources - site.num_mixed for site in sites)
+    return group.num_mixed, group.sites_in_group, younger
 
 
 def reads(S: int, G: int, Y: int, D: int = HIDDEN_SIZE) -> dict[str, tuple[Callable, int]]:
     """Both phases for one token, forward and backward: name -> (call, ideal bytes)."""
     value, merge_logits = torch.ones(1, 1, D, dtype=torch.bfloat16), torch.ones(1, 1, Y + 1)
-    mix, norm_weight = torch.ones(1, 1, D), torch.ones(D, dtype=torch.bfloat16)
-    logits, lse = torch.ones(1, 1, G, S), torch.ones(1, 1, G)
-    merged = [mix, *[value] * Y], merge_logits, torch.bfloat16
-    saved = value, [value] * Y, merge_logits, torch.float32
-    backward = kernels.merge_backward_op
+    mix, logits, lse = torch.ones(1, 1, D), torch.ones(1, 1, G, S), torch.ones(1, 1, G)
     # Per column: 2 bytes of a bfloat16 value, hidden state or gradient, 4 of a float32 mix or of its gradient.
     return {
         "mix": (partial(kernels.mix_op, [value] * S, logits), D * (2 * S + 4 * G)),
@@ -58,24 +54,16 @@ def reads(S: int, G: int, Y: int, D: int = HIDDEN_SIZE) -> dict[str, tuple[Calla
             partial(kernels.mix_backward_op, [mix] * G, lse, [value] * S, logits, lse),
             D * (4 * G + 2 * S + 2 * S),
         ),
-        "merge": (partial(kernels.merge_op, *merged), D * (4 + 2 * Y + 2)),
-        "merge backward": (partial(backward, value, None, *saved, None, 0.0), D * (2 + 2 + 2 * Y + 4 + 2 * Y)),
-        "merge, norm": (partial(kernels.merge_norm_op, *merged, None, 1e-6), D * (4 + 2 * Y + 2 + 2)),
-        "merge, norm backward": (partial(backward, None, value, *saved, None, 1e-6), D * (2 + 2 + 2 * Y + 4 + 2 * Y)),
-        # One token pays alone for the norm's weight and its gradient, which a batch shares.
-        "merge, weighted norm": (
-            partial(kernels.merge_norm_op, *merged, norm_weight, 1e-6),
-            D * (4 + 2 * Y + 2 + 2 + 2),
-        ),
-        "merge, weighted norm backward": (
-            partial(backward, value, value, *saved, norm_weight, 1e-6),
-            D * (2 + 2 + 2 + 2 * Y + 4 + 2 * Y + 2 + 4),
+        "merge": (partial(kernels.merge_op, [mix, *[value] * Y], merge_logits, torch.bfloat16), D * (4 + 2 * Y + 2)),
+        "merge backward": (
+            partial(kernels.merge_backward_op, value, value, [value] * Y, merge_logits, torch.float32),
+            D * (2 + 2 + 2 * Y + 4 + 2 * Y),
         ),
     }
 
 
 class CompileOnlyDriver:
-    """Stands in for a GPU's driver: kernels are compiled for it and looked at, never run."""
+    """Stands in for a GPU's driver: kernels are compiled for it, never run."""
 
     def __init__(self, capability: int):
         self.capability, self.binaries, self.utils = capability, [], self
@@ -171,7 +159,7 @@ def print_table(table: list[dict], columns: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("outputs/triton_report.json"))
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
     parser.add_argument("--count", type=int, nargs=3, metavar=("S", "G", "Y"), help="print the bytes moved, as JSON")
     arguments = parser.parse_args()
     if arguments.count:
@@ -190,8 +178,8 @@ def main() -> None:
         print("bytes per token")
         print_table(traffic, ["read", "bytes", "ideal_bytes", "ratio"])
         report["source_sets"][name] = {"S": S, "G": G, "Y": Y, "resources": resources, "traffic": traffic}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "triton_report.json").write_text(json.dumps(report, indent=2) + "\n")
     if any(row["spilled_bytes"] for results in report["source_sets"].values() for row in results["resources"]):
         sys.exit("A kernel spills registers.")
 

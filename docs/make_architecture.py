@@ -1,4 +1,4 @@
-"""Draws docs/architecture.svg from the schedule of a small model: who reads what, and in which phase.
+"""Draw docs/architecture.svg from the schedule of a small model: which site reads which source, in which phase.
 
 python docs/make_architecture.py
 """
@@ -10,7 +10,7 @@ from lr_attnres.depth_routing import DepthSite
 
 
 LAYERS, BLOCKS = 4, 3
-LEFT, COLUMN, TOP, ROW = 200, 92, 128, 46  # where the grid of sources and sites stands
+LEFT, COLUMN, TOP, ROW = 200, 92, 128, 46  # position and cell size of the grid
 INK, FAINT, LINE = "#1b1f24", "#57606a", "#8c959f"
 EMBEDDING, COMPLETED, PARTIAL, SUBLAYER, STEP = "#f2c14e", "#56b4e9", "#d3ecfa", "#e6e9ed", "#e3f4ed"
 
@@ -42,7 +42,7 @@ def left_of(site: int) -> float:
 
 
 def header(sites: list[DepthSite]) -> list[str]:
-    """The sub-layers, and the blocks that they are written to."""
+    """The sub-layers and their blocks."""
     parts, ends = [], [site.index for site in sites if site.closes_block]
     parts.append(text(LEFT - 16, TOP - 28, "sub-layer, writes", anchor="end"))
     for number, (start, end) in enumerate(zip([0, *ends], ends), start=1):
@@ -57,23 +57,23 @@ def header(sites: list[DepthSite]) -> list[str]:
 
 
 def grid(sites: list[DepthSite]) -> list[str]:
-    """A row per source: bars are read once for all sites of a group, single cells by their site."""
+    """A row per source. A bar is read once for all sites of a group, a single cell by its own site."""
     names = ["source 0: embedding", *(f"source {i}: block {i}" for i in range(1, BLOCKS + 1))]
     parts = [text(LEFT - 16, TOP + i * ROW + 28, name, anchor="end") for i, name in enumerate(names)]
     for site in sites:
         x = left_of(site.index)
         if site.index == 1 or site.opens_group:
-            for source in range(site.num_older):
+            for source in range(site.num_mixed):
                 fill = COMPLETED if source else EMBEDDING
-                parts.append(box(x + 4, TOP + source * ROW + 6, site.group_size * COLUMN - 8, ROW - 12, fill))
+                parts.append(box(x + 4, TOP + source * ROW + 6, site.sites_in_group * COLUMN - 8, ROW - 12, fill))
         if not site.closes_block:
-            parts.append(box(x + 4, TOP + site.num_completed * ROW + 6, COLUMN - 8, ROW - 12, PARTIAL))
-            parts.append(text(x + COLUMN / 2, TOP + site.num_completed * ROW + 28, "partial", size=13))
+            parts.append(box(x + 4, TOP + (site.num_sources - 1) * ROW + 6, COLUMN - 8, ROW - 12, PARTIAL))
+            parts.append(text(x + COLUMN / 2, TOP + (site.num_sources - 1) * ROW + 28, "partial", size=13))
     return parts
 
 
 def footer(sites: list[DepthSite]) -> list[str]:
-    """The sites, and the groups that they come in."""
+    """The sites and their groups."""
     bottom, parts, group = TOP + (BLOCKS + 1) * ROW, [], 0
     parts.append(text(LEFT - 16, bottom + 27, "site, reads its column", anchor="end"))
     for site in sites:
@@ -81,7 +81,7 @@ def footer(sites: list[DepthSite]) -> list[str]:
         parts.append(text(x + COLUMN / 2, bottom + 27, f"site {site.index}", bold=True))
         if site.index == 1 or site.opens_group:
             group += 1
-            width = site.group_size * COLUMN - 8
+            width = site.sites_in_group * COLUMN - 8
             path = f"M{x + 4:g} {bottom + 37} v5 h{width:g} v-5"
             parts.append(f'<path d="{path}" fill="none" stroke="{INK}" stroke-width="1.4"/>')
             parts.append(text(x + 4 + width / 2, bottom + 59, f"group {group}"))
@@ -100,9 +100,9 @@ def legend(y: float) -> list[str]:
 
 
 def one_read(y: float) -> list[str]:
-    """What happens at a site, from sources to the next sub-layer."""
+    """The steps of a read, from the sources to the next sub-layer."""
     steps = [
-        (24, 200, STEP, ["when it is written", "logits of a source for the", "queries of all later sites"]),
+        (24, 200, STEP, ["a source is written", "its logits for the queries", "of all later sites"]),
         (268, 206, COMPLETED, ["phase 1, once per group", "p = Σ softmax(logits)ᵢ vᵢ", "z = log Σ exp(logitsᵢ)"]),
         (518, 206, PARTIAL, ["phase 2, at every site", "b = sigmoid(logit − z)", "h = p + b (v − p)"]),
         (768, 178, SUBLAYER, ["next sub-layer", "RMSNorm(h), attention", "or feed-forward"]),
@@ -127,14 +127,14 @@ def drawing() -> str:
     sites = DepthSite.schedule(2 * LAYERS, BLOCKS)
     below = TOP + (BLOCKS + 1) * ROW + 92
     width, height = LEFT + 2 * LAYERS * COLUMN + 24, below + 222
-    title = f"Who reads what: {LAYERS} layers, {2 * LAYERS} sub-layers, {BLOCKS} blocks"
+    title = f"Which site reads which source: {LAYERS} layers, {2 * LAYERS} sub-layers, {BLOCKS} blocks"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif">',
         f"<title>{title}</title>",
         f'<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" '
         f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{FAINT}"/></marker></defs>',
-        # A card of its own: legible on white and on dark pages.
+        # a white background, legible on dark pages too
         box(1, 1, width - 2, height - 2, "#ffffff"),
         text(24, 32, title, size=15, anchor="start", bold=True),
         *header(sites),

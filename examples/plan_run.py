@@ -1,9 +1,9 @@
 """Plan a pretraining run: compute, tokens per second, memory and traffic per GPU, from the config alone.
 
-python examples/plan_run.py                  everything that docs/training_at_scale.md quotes (about a minute)
-python examples/plan_run.py --only compute   one part: compute, speed, memory or growth
+python examples/plan_run.py                  all tables of docs/training_at_scale.md (about a minute)
+python examples/plan_run.py --only compute   one table: compute, speed, memory or growth
 
-The figures are worked out in `run_needs.py`. Nothing here is measured on a GPU.
+All figures are computed (in `run_needs.py`). Nothing is measured on a GPU.
 """
 
 import argparse
@@ -11,15 +11,13 @@ from collections.abc import Iterator
 
 from run_needs import ROW, activation_bytes, loss_bytes, parameters, state_bytes, training_flops
 
-from lr_attnres import LRAttnResConfig
-from lr_attnres.cost import depth_cost
-from lr_attnres.variants import variant_fields
+from lr_attnres import LRAttnResConfig, depth_cost, variant_fields
 
 
 VARIANTS = ["standard", "sliced-n8-r64", "projected-n8-r32", "sliced-full-r64", "attnres-full"]
 TOKENS, MICRO_BATCH = 10e9, 8
 PEAK = {"A100": 312e12, "H100": 989e12}  # dense bf16 operations per second, from the vendor's data sheets
-LINK = 50e9  # bytes per second and direction of a GPU to the other nodes: 400 Gbit/s
+LINK = 50e9  # bytes per second and direction between a GPU and other nodes: 400 Gbit/s
 SIZES = {
     "0.5B": {},
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -71,15 +69,15 @@ def memory() -> list[str]:
 
 
 def growth_row(size: str, gpus: int, tokens: float, batch: int) -> str:
-    """FSDP2 with checkpointing on H100s that reach 40 % of their peak."""
+    """FSDP2 with gradient checkpointing, on H100s at 40 % of their peak."""
     config = config_of("sliced-n8-r64", size)
     cost, total, embedding = depth_cost(config), parameters(config)[0], config.vocab_size * config.hidden_size
     micro = min(batch // gpus, ROW * MICRO_BATCH)
-    # two layers, embedding and head are whole in bf16 at a time, and the head's gradient in fp32
+    # unsharded at one time: two layers, embedding and head in bf16, and the gradient of the head in fp32
     whole = 4 * cost.core_macs / config.num_hidden_layers + 4 * embedding + 4 * embedding
     memory = state_bytes(config) / gpus + whole + activation_bytes(config, micro)[1] + loss_bytes(config, micro)
-    rate = 0.4 * PEAK["H100"] / (training_flops(config) * 4 / 3)  # a third more: the forward runs twice
-    traffic = 2 * 2 * total + 4 * total  # bf16 weights gathered for forward and backward, fp32 gradients scattered
+    rate = 0.4 * PEAK["H100"] / (training_flops(config) * 4 / 3)  # checkpointing runs the forward twice
+    traffic = 2 * 2 * total + 4 * total  # bf16 weights are gathered twice, fp32 gradients scattered once
     return (
         f"{size} | {gpus} | {tokens / 1e9:.0f}B | {batch:,} | {batch // gpus // ROW} | {memory / GIB:.1f} | "
         f"{rate:,.0f} | {tokens / rate / gpus / 3600:.1f} | {micro / rate:.2f} | {traffic / LINK:.2f}"
@@ -102,7 +100,7 @@ PARTS = {"compute": compute, "speed": speed, "memory": memory, "growth": growth}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--only", choices=PARTS, help="print only this table")
     only = parser.parse_args().only
     for name in [only] if only else PARTS:
         print("\n".join([f"{name}:", *PARTS[name](), ""]), flush=True)

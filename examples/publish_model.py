@@ -1,4 +1,4 @@
-"""Check a saved folder and show what `lr-attnres push` would send, card included; no account needed.
+"""Check a model folder and show the files and the model card that `lr-attnres push` would upload. No account needed.
 
 python examples/publish_model.py [FOLDER]      (without FOLDER: a tiny random model)
 """
@@ -8,9 +8,8 @@ import tempfile
 
 from tiny_model import save_tiny_model
 
-from lr_attnres import LRAttnResConfig
-from lr_attnres.hub_upload import push
-from lr_attnres.model_card import model_card, write_provenance
+from lr_attnres import LRAttnResConfig, push
+from lr_attnres.folders.card import model_card, write_provenance
 
 
 def main(folder: str) -> None:
@@ -25,6 +24,6 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as folder:
             save_tiny_model(folder)
-            # What `push` cannot know. `lr-attnres train`, `convert` and `upgrade` write this file too.
+            # Facts for the card that `push` cannot find in the weights. `train`, `convert` and `upgrade` record them.
             write_provenance(folder, license="apache-2.0", language=["en"], recipe={"weights": "random"})
             main(folder)

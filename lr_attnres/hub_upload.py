@@ -1,4 +1,4 @@
-"""Stage, verify and push a self-contained Hub repository: weights, code, tokenizer and card in one commit."""
+"""Check a saved folder and push it to the Hub: weights, code, tokenizer and card in one commit."""
 
 import fnmatch
 import hashlib
@@ -6,143 +6,153 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
-from . import modeling_lr_attnres
-from .clean_process import load_in_clean_process
 from .configuration_lr_attnres import AUTO_MAP, LRAttnResConfig
-from .errors import HubError, clear_hub_errors, explain_field_error
-from .loading import tokenizer_beside
-from .model_card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
+from .data.tokenizers import find_tokenizer
+from .errors import HubError, LRAttnResError, clear_hub_errors, one_line
+from .folders.card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
+from .folders.clean_process import check_code, load_in_clean_process
+from .folders.loading import check_generation_config, check_weight_files, load_config
+from .folders.staging import code_files
+from .sources import check_not_special
 
 
 logger = logging.get_logger(__name__)
 
 CARD = "README.md"
 WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
-# A training folder also holds optimizer states, logs and pickles: only what a user of the model needs is sent.
+# The files to send, beside the code. A training folder also holds optimizer states, logs and pickles.
 SENT = (
     *WEIGHTS,
     *("config.json", "generation_config.json", PROVENANCE_FILE, CARD, "LICENSE", "LICENSE.md", "LICENSE.txt"),
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-    ),
-    *("chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 STALE = (*WEIGHTS, "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
-class PushError(ValueError):
-    """A folder that must not be pushed as it is; the message names the file and says what to do."""
-
-
 @dataclass
 class StagedFolder:
-    """What would be sent, what would not, and the tag that the card's snippet pins (None with a card of one's own)."""
-
     operations: list[CommitOperationAdd]
-    left_out: list[str]
-    revision_tag: str | None
-
-
-def code_files() -> list[Path]:
-    """The modeling file and every sibling it imports."""
-    main = Path(modeling_lr_attnres.__file__)
-    return [main, *map(Path, get_relative_import_files(main))]
-
-
-def copy_code(folder: Path) -> None:
-    """What `save_pretrained` does beside writing weights: the folder carries its code."""
-    for path in code_files():
-        shutil.copyfile(path, folder / path.name)
+    left_out: list[str]  # names of files and folders that are not sent
+    revision_tag: str | None  # the revision in the card's code example; None if the card is the user's own
 
 
 def check_folder(folder: Path) -> LRAttnResConfig:
-    """The config of a folder that a stranger can load; a `PushError` for any other."""
-    config = _check_config(folder)
+    """Raise unless the files to send load in a process without this package; returns the config."""
+    with copied_files(folder) as (copy, _):
+        return _check_copy(copy)
+
+
+@contextmanager
+def copied_files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A temporary folder with the files to send, and the names of those left out: what is checked is what is sent.
+
+    Weights are links. Errors name the files of `folder`.
+    """
+    if not folder.is_dir():
+        raise LRAttnResError(f"{folder} is not a folder.")
+    check_code(folder)
+    sent = _files_to_send(folder)
+    left_out = sorted({path.name for path in folder.iterdir()} - {path.name for path in sent})
+    with tempfile.TemporaryDirectory(prefix="lr-attnres-") as temporary:
+        for path in sent:
+            if path.suffix == ".safetensors":
+                Path(temporary, path.name).symlink_to(path.resolve())
+            else:
+                shutil.copyfile(path, Path(temporary, path.name))
+        try:
+            yield Path(temporary), left_out
+        except LRAttnResError as error:
+            if temporary not in str(error):
+                raise
+            raise type(error)(str(error).replace(temporary, str(folder))) from error
+
+
+def _files_to_send(folder: Path) -> list[Path]:
+    code = {path.name for path in code_files()}
+    sent = []
+    for path in sorted(folder.iterdir()):
+        is_wanted = path.name in code or _matches(path.name, SENT)
+        target = os.path.realpath(path)
+        stays_inside = path.exists() and Path(target).is_relative_to(os.path.realpath(folder))
+        if is_wanted and path.is_symlink() and not stays_inside:
+            raise LRAttnResError(f"{path} is a link to {target}, outside the folder or gone: copy the file itself.")
+        if path.exists() and (is_wanted or not path.is_symlink()):
+            check_not_special(path)
+        if is_wanted and path.is_file():
+            sent.append(path)
+    return sent
+
+
+def _check_copy(folder: Path) -> LRAttnResConfig:
+    config, path = load_config(folder), folder / CONFIG_NAME
+    if json.loads(path.read_text(encoding="utf-8")).get("auto_map") != AUTO_MAP:
+        raise LRAttnResError(f"{path}: auto_map does not name the code in the folder: save it with `save_pretrained`.")
+    if not config.architectures or config.architectures[0] not in PIPELINE_TAGS:
+        known = ", ".join(PIPELINE_TAGS)
+        raise LRAttnResError(f"{path}: architectures is {config.architectures}; expected one of {known}.")
     for installed in code_files():
         saved = folder / installed.name
         if not saved.is_file():
-            raise PushError(f"{saved} is missing: save the model with `save_pretrained`, which copies its code.")
+            raise LRAttnResError(f"{saved} is missing: save the model with `save_pretrained`, which copies its code.")
         if saved.read_bytes() != installed.read_bytes():
-            raise PushError(
-                f"{saved} is not the code of the installed lr_attnres: load the folder and save it again with "
-                "`save_pretrained`, or install the version that saved it."
-            )
-    if not any(folder.glob("model*.safetensors")):
-        raise PushError(f"{folder} has no model.safetensors: save the model with `save_pretrained`.")
+            advice = "load the folder and save it again with `save_pretrained`, or install the version that saved it"
+            raise LRAttnResError(f"{saved} is not the code of the installed lr_attnres: {advice}.")
+    _check_json(folder)
+    check_weight_files(folder, config)
 
     found = load_in_clean_process(folder)
-    for problem in ("missing", "unexpected"):
-        if names := found[f"{problem}_weights"]:
-            raise PushError(f"{folder} has {problem} weights: {', '.join(names)}.")
-    if names := found["bad_weights"]:
-        raise PushError(f"{folder} has weights with NaN or infinite values: {', '.join(names)}.")
-    if found["tokenizer_size"] is None:
-        logger.warning(f"{folder} has no tokenizer: users of the repository will have to bring their own.")
-    elif found["tokenizer_size"] > config.vocab_size:
-        raise PushError(
-            f"{folder}: the tokenizer has {found['tokenizer_size']} tokens, the model's vocab_size is "
-            f"{config.vocab_size}."
-        )
+    problems = {
+        "missing weights": found["missing_weights"],
+        "unexpected weights": found["unexpected_weights"],
+        "weights with NaN or infinite values": found["bad_weights"],
+    }
+    for problem, names in problems.items():
+        if names:
+            raise LRAttnResError(f"{folder} has {problem}: {', '.join(names)}.")
+    size, limit = found["tokenizer_size"], config.vocab_size
+    if size is None:
+        logger.warning("The folder has no tokenizer: users of the repository will need their own.")
+    elif size > limit:
+        raise LRAttnResError(f"{folder}: the tokenizer has {size} tokens, the model's vocab_size is {limit}.")
     return config
 
 
-def _check_config(folder: Path) -> LRAttnResConfig:
-    if not folder.is_dir():
-        raise PushError(f"{folder} is not a folder.")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise PushError(f"{path} is missing: save the model with `save_pretrained`.")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PushError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(fields, dict):
-        raise PushError(f"{path} is not a JSON object: save the model with `save_pretrained`.")
-    if fields.get("model_type") != LRAttnResConfig.model_type:
-        raise PushError(f"{path}: model_type is {fields.get('model_type')!r}, not {LRAttnResConfig.model_type!r}.")
-    try:
-        config = LRAttnResConfig.from_dict(fields)
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        raise PushError(f"{path} is not a valid config: {explain_field_error(error)}") from error
-    if fields.get("auto_map") != AUTO_MAP:
-        raise PushError(f"{path}: auto_map does not name the code in the folder: save it with `save_pretrained`.")
-    if not config.architectures or config.architectures[0] not in PIPELINE_TAGS:
-        raise PushError(
-            f"{path}: architectures is {config.architectures}; expected one of {', '.join(PIPELINE_TAGS)}."
-        )
-    return config
+def _check_json(folder: Path) -> None:
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise LRAttnResError(f"{path} is not JSON: {one_line(error)}.") from error
+        if not isinstance(content, dict):
+            raise LRAttnResError(f"{path} is not a JSON object.")
+    check_generation_config(folder)
 
 
-def stage_folder(folder: Path, config: LRAttnResConfig, repo_id: str, tags: Iterable[str] = ()) -> StagedFolder:
-    """Choose the files to send and write the card, unless the folder has one of the user's own."""
-    code = {path.name for path in code_files()}
-    entries = sorted(folder.iterdir())
-    sent = [path for path in entries if path.is_file() and (path.name in code or _matches(path.name, SENT))]
-    left_out = [path.name for path in entries if path not in sent]
-    if (card := folder / CARD) in sent:
+def stage_folder(
+    copy: Path, left_out: list[str], config: LRAttnResConfig, repo_id: str, tags: Iterable[str] = ()
+) -> StagedFolder:
+    """The commit of `copied_files`, with a generated card unless the folder has one written by the user."""
+    sent = sorted(copy.iterdir())
+    if (card := copy / CARD) in sent:
         if GENERATED not in card.read_text(encoding="utf-8"):
             return StagedFolder([CommitOperationAdd(path.name, path) for path in sent], left_out, None)
         sent.remove(card)
     operations = [CommitOperationAdd(path.name, path) for path in sent]
     tag = _contents_tag(operations)
-    text = str(model_card(folder, config, repo_id.split("/")[-1], repo_id, tag, tags))
+    text = str(model_card(copy, config, repo_id.split("/")[-1], repo_id, tag, tags))
     return StagedFolder([*operations, CommitOperationAdd(CARD, text.encode())], left_out, tag)
 
 
@@ -151,7 +161,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _contents_tag(operations: list[CommitOperationAdd]) -> str:
-    """A name that is known before the commit and belongs to these contents alone."""
+    """A tag that the card can name before the commit exists: a hash of the files."""
     digest = hashlib.sha256()
     for operation in operations:
         digest.update(operation.path_in_repo.encode() + b"\0" + operation.upload_info.sha256)
@@ -173,20 +183,18 @@ def push(
 ) -> str:
     """Check a saved folder and send it to the Hub in one commit; returns the URL of the commit (or pull request).
 
-    Nothing is sent if the check fails, and nothing changes in the repository before the commit. Running it again goes
-    on where it stopped, and makes no commit if nothing changed. The commit is tagged with the name that the card's
-    snippet pins.
+    If the check fails, nothing is sent. An interrupted push resumes when it is run again; without changes there is no
+    new commit. The commit gets the tag that the card's code example names as `revision`.
 
     Args:
-        folder: what `save_pretrained` wrote.
-        repo_id: `owner/name`, or a name of the token's own; created if it does not exist.
-        private: visibility of a repository that is created.
-        revision: the branch to commit to, `main` by default; created if it does not exist.
+        folder: written by `save_pretrained`.
+        repo_id: `owner/name`, or `name` under the token's user; created if it does not exist.
+        private: visibility of a new repository.
+        revision: the branch to commit to, by default `main`; created if it does not exist.
         create_pr: open a pull request instead of committing.
-        tags: more tags for the card that is written.
-        dry_run: only print what would be sent; returns the URL of the repository.
+        tags: more tags for the card.
+        dry_run: only print the list of files; returns the URL of the repository.
     """
-    folder = Path(folder)
     api = HfApi(token=token, library_name="lr_attnres")
     _check_target(repo_id, revision, create_pr)
     if not dry_run and token is None and get_token() is None:
@@ -194,20 +202,21 @@ def push(
     if not dry_run and "/" not in repo_id:
         with clear_hub_errors(repo_id):
             repo_id = f"{api.whoami()['name']}/{repo_id}"
-    staged = stage_folder(folder, check_folder(folder), repo_id, tags)
-    if dry_run:
-        print(_describe(staged, repo_id, revision or "main"))
-        return f"{api.endpoint}/{repo_id}"
-    with clear_hub_errors(repo_id, revision):
-        repo = _open_repo(api, repo_id, private, revision, create_pr)
-        commit = api.create_commit(
-            repo.id,
-            [*staged.operations, *_deletions(repo, staged)],
-            commit_message=commit_message or "Upload an LR-AttnRes model",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-        )
+    with copied_files(Path(folder)) as (copy, left_out):
+        staged = stage_folder(copy, left_out, _check_copy(copy), repo_id, tags)
+        if dry_run:
+            print(_describe(staged, repo_id, revision or "main"))
+            return f"{api.endpoint}/{repo_id}"
+        with clear_hub_errors(repo_id, revision):
+            repo = _open_repo(api, repo_id, private, revision, create_pr)
+            commit = api.create_commit(
+                repo.id,
+                [*staged.operations, *_deletions(repo, staged)],
+                commit_message=commit_message or "Upload an LR-AttnRes model",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+            )
     if staged.revision_tag is not None:
         _tag(api, repo.id, commit.oid, staged.revision_tag)
     return commit.pr_url or commit.commit_url
@@ -216,18 +225,18 @@ def push(
 def _check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:
     kind = repo_id.split("/")[0]
     if repo_id.count("/") == 2 and kind in ("datasets", "spaces"):
-        raise PushError(f"{repo_id} names a repository of type {kind.removesuffix('s')}; a model goes to owner/name.")
+        raise LRAttnResError(f"{repo_id} is the name of a repository of type {kind[:-1]}; a model goes to owner/name.")
     with clear_hub_errors(repo_id):
         validate_repo_id(repo_id)
     if create_pr and revision not in (None, "main"):
-        raise PushError(f"`create_pr` opens a pull request on main; it cannot go with `revision` = {revision}.")
+        raise LRAttnResError(f"`create_pr` opens a pull request on main; it cannot go with `revision` = {revision}.")
 
 
 def _open_repo(api: HfApi, repo_id: str, private: bool | None, revision: str | None, create_pr: bool) -> ModelInfo:
-    """A model repository (and branch) that exists now, created if need be."""
+    """Create the repository and the branch if they do not exist."""
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    except KeyError as error:  # a conflict that is not "you have this repository already"
+    except KeyError as error:  # a conflict other than "you have this repository already"
         raise HubError(f"the name {repo_id} is taken: choose another one.") from error
     try:
         return api.model_info(repo_id, revision=revision)
@@ -240,11 +249,11 @@ def _open_repo(api: HfApi, repo_id: str, private: bool | None, revision: str | N
         for kind in ("dataset", "space"):
             if api.repo_exists(repo_id, repo_type=kind):
                 raise HubError(f"{repo_id} is a repository of type {kind}: choose another name.") from error
-        raise HubError(f"the name {repo_id} is taken by what your token cannot see: choose another one.") from error
+        raise HubError(f"{repo_id} is taken by a repository that your token cannot see: choose another.") from error
 
 
 def _deletions(repo: ModelInfo, staged: StagedFolder) -> list[CommitOperationDelete]:
-    """Weights of an earlier push in other files would be loaded instead of the new ones."""
+    """Delete weight files of an earlier push: `from_pretrained` might load them instead of the new ones."""
     sent = {operation.path_in_repo for operation in staged.operations}
     present = [file.rfilename for file in repo.siblings or []]
     return [CommitOperationDelete(name) for name in present if _matches(name, STALE) and name not in sent]
@@ -255,7 +264,7 @@ def _tag(api: HfApi, repo_id: str, commit: str, tag: str) -> None:
         with clear_hub_errors(repo_id, commit):
             api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True)
     except HubError as error:
-        logger.warning(f"The model is pushed, but not the tag {tag} that its card pins; push again. Reason: {error}")
+        logger.warning(f"The model is pushed without the tag {tag} that its card names; push again. Reason: {error}")
 
 
 def _describe(staged: StagedFolder, repo_id: str, revision: str) -> str:
@@ -272,32 +281,18 @@ def push_model(
     repo_id: str,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    private: bool | None = None,
-    token: str | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
     max_shard_size: str = "5GB",
-    tags: list[str] | None = None,
+    tags: Iterable[str] | None = None,
+    token: str | None = None,
+    **options: Any,
 ) -> str:
-    """Send the model to the Hub as `lr-attnres push` would: checked, complete, in one commit; returns its URL.
+    """Push a model in memory; for `options` see `push`. Returns the URL of the commit.
 
-    Without `tokenizer`, the one beside the weights that the model was loaded from is sent, if there is one.
+    `tokenizer` is by default that of the folder or repository from which the model was loaded.
     """
-    tokenizer = tokenizer or tokenizer_beside(model, token)
-    with tempfile.TemporaryDirectory(prefix="lr-attnres-") as staging:
-        model.save_pretrained(staging, max_shard_size=max_shard_size)
+    tokenizer = tokenizer or find_tokenizer(model.name_or_path or "", token)
+    with tempfile.TemporaryDirectory(prefix="lr-attnres-") as folder:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
         if tokenizer is not None:
-            tokenizer.save_pretrained(staging)
-        return push(
-            staging,
-            repo_id,
-            private=private,
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message,
-            commit_description=commit_description,
-            tags=[*(model.model_tags or []), *(tags or [])],
-            token=token,
-        )
+            tokenizer.save_pretrained(folder)
+        return push(folder, repo_id, tags=[*(model.model_tags or []), *(tags or [])], token=token, **options)

@@ -3,6 +3,7 @@
 Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources of a site, L layers.
 """
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,27 +26,31 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .depth_read import (
-    DEPTH_BACKENDS,
-    KeptInFloat32,
-    LRAttnResDepthQueries,
-    LRAttnResDepthRead,
-    default_depth_backend,
-    emit,
-    sublayer_output_size,
-)
-from .depth_routing import DepthBank, DepthSite, depth_logits
+from .depth_routing import DepthSite, depth_logits, depth_merge, depth_mix, depth_rms_norm
+from .depth_routing_triton import depth_merge as triton_depth_merge
+from .depth_routing_triton import depth_mix as triton_depth_mix
 from .depth_routing_triton import triton
+from .depth_state import (
+    DepthBank,
+    DepthState,
+    emit,
+    read_site,
+    site_weights,
+    unflatten_depth,
+    write_source,
+)
 
 
-# Where the steps of a `generate` that was asked for them put their depth weights; None in all others.
+# Phase 1 and phase 2 of a read: both backends give the same results, see `set_depth_backend`.
+DEPTH_BACKENDS = {"torch": (depth_mix, depth_merge), "triton": (triton_depth_mix, triton_depth_merge)}
+# Inside a `generate` with `output_depth_weights=True`, each step appends its depth weights; None otherwise.
 generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_weights", default=None)
 
 
@@ -76,6 +81,86 @@ class LRAttnResRMSNorm(nn.RMSNorm):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
 
 
+class KeptInFloat32(nn.Module):
+    """Stays in float32 when the model is cast to half precision."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "KeptInFloat32":
+        def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+        return super()._apply(keep_precision, recurse)
+
+
+class LRAttnResDepthQueries(KeptInFloat32):
+    """The learned static queries of sites 1..2L, in float32: in half precision small updates would round away.
+
+    They start at zero, so that every read is the mean of its sources."""
+
+    def __init__(self, config: LRAttnResConfig):
+        super().__init__()
+        self.query_norm_eps = config.rms_norm_eps if config.depth_query_norm else None
+        self.key_norm_eps = config.rms_norm_eps if config.depth_key_norm else None
+        self.logit_scale = config.depth_logit_scale
+        shape = (2 * config.num_hidden_layers, config.depth_key_rank)
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries [2L, R] in float32 or better, and the floor of the key norm, if any: see `depth_logits`."""
+        queries = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        if self.query_norm_eps is not None:
+            queries = depth_rms_norm(queries, self.query_norm_eps)
+        if self.key_norm_eps is None:
+            return queries * self.logit_scale, None
+        rank = queries.shape[1]
+        floor = queries.new_full((), math.sqrt(rank * self.key_norm_eps))
+        return queries * (self.logit_scale * math.sqrt(rank)), floor
+
+
+class LRAttnResDepthRead(nn.Module):
+    """The site after a sub-layer: writes the sub-layer's output as a source, then reads all sources."""
+
+    def __init__(self, config: LRAttnResConfig, site: DepthSite):
+        super().__init__()
+        self.config, self.site = config, site
+        self.backend = "torch"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        output: torch.Tensor,
+        depth_state: DepthState | DepthBank,
+        output_depth_weights: bool | None = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, DepthState | DepthBank]:
+        """-> hidden [B, T, D]; depth weights [B, T, S] if asked for; the depth state for the next site.
+
+        Only `standard` adds to `hidden_states`. The others replace them and take their dtype."""
+        if self.config.residual_type == "standard":
+            return hidden_states + output, None, depth_state
+        emitted = emit(self.config, *self.split(output))
+        if isinstance(depth_state, DepthBank):
+            hidden_states, row_weights = depth_state.read(self.site, emitted, hidden_states.dtype)
+            weights = row_weights[..., : self.site.num_sources] if output_depth_weights else None
+            return hidden_states, weights, depth_state
+
+        state, partial_source = write_source(depth_state, emitted, self.site, self.config)
+        weights = site_weights(state, partial_source, self.site) if output_depth_weights else None
+        backend = DEPTH_BACKENDS[self.backend]
+        hidden_states, state = read_site(state, partial_source, self.site, hidden_states.dtype, *backend)
+        return hidden_states, weights, state
+
+    def split(self, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The output of a sub-layer -> value [B, T, D] and, in `projected`, key [B, T, R]."""
+        if self.config.residual_type != "projected":
+            return (output,)
+        return output.split([self.config.hidden_size, self.config.depth_key_rank], dim=-1)
+
+
+def sublayer_output_size(config: LRAttnResConfig) -> int:
+    """A sub-layer emits its value and, in `projected`, its routing key from one matrix product."""
+    return config.hidden_size + (config.depth_key_rank if config.residual_type == "projected" else 0)
+
+
 class LRAttnResMLP(nn.Module):
     def __init__(self, config: LRAttnResConfig):
         super().__init__()
@@ -92,7 +177,9 @@ def rope_parameters(config: LRAttnResConfig) -> dict[str, Any]:
     return {**(config.rope_parameters or {})}
 
 
-class LRAttnResRotaryEmbedding(KeptInFloat32):  # half-precision frequencies would turn far positions too far
+class LRAttnResRotaryEmbedding(KeptInFloat32):
+    """RoPE in float32: rounded frequencies give wrong angles at far positions."""
+
     def __init__(self, config: LRAttnResConfig):
         super().__init__()
         self.max_seq_len_cached = config.max_position_embeddings
@@ -220,7 +307,8 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
     def forward(  # type: ignore[misc]
         self,
         hidden_states: torch.Tensor,
-        *depth_state: torch.Tensor | DepthBank,
+        *depth_tensors: torch.Tensor | DepthBank,
+        depth_counts: tuple[int, ...] | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -228,8 +316,10 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         output_depth_weights: bool | None = False,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor | DepthBank, ...]:
-        """Hidden states as read at site 2i -> as read at site 2i + 2; the depth state grows by two sub-layers."""
+    ) -> tuple[Any, ...]:
+        """Hidden states as read at site 2i and a flat depth state (see `DepthState.flatten`) -> hidden states as read
+        at site 2i + 2, then the counts and the tensors that the two sub-layers have written."""
+        start = unflatten_depth(depth_tensors, depth_counts)
         output, _ = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
@@ -239,18 +329,11 @@ class LRAttnResDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        hidden_states, _, normed, *state = self.attn_read(
-            hidden_states,
-            output,
-            *depth_state,
-            norm=self.post_attention_layernorm,
-            output_depth_weights=output_depth_weights,
-        )
-        output = self.mlp(normed)
-        hidden_states, _, _, *state = self.mlp_read(
-            hidden_states, output, *state, output_depth_weights=output_depth_weights
-        )
-        return hidden_states, *state
+        hidden_states, _, state = self.attn_read(hidden_states, output, start, output_depth_weights)
+        output = self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states, _, state = self.mlp_read(hidden_states, output, state, output_depth_weights)
+        tensors, counts = state.written_since(start).flatten()
+        return hidden_states, counts, *tensors
 
 
 @auto_docstring
@@ -273,34 +356,46 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
     }
 
     def __init__(self, config: LRAttnResConfig, *args: Any, **kwargs: Any):
-        config.validate()  # fields may have been set since the config was made, as `from_pretrained` overrides are
+        config.validate()  # again: `from_pretrained` sets overrides after the config was made
         super().__init__(config, *args, **kwargs)
         if config.residual_type != "standard":
             self._keep_in_fp32_modules_strict = ["depth_queries"]
 
     @property
     def depth_backend(self) -> str | None:
-        """What computes the reads where the model is now; None in `standard`, which has none."""
+        """The backend of the reads; None in `standard`."""
         if self.config.residual_type == "standard":
             return None
-        read = next(module for module in self.modules() if isinstance(module, LRAttnResDepthRead))
-        return read.backend or default_depth_backend(next(self.get_input_embeddings().parameters()))
+        return next(module.backend for module in self.modules() if isinstance(module, LRAttnResDepthRead))
 
-    def set_depth_backend(self, backend: str | None) -> None:
-        """Compute the reads with `"torch"`, on any device, or with the `"triton"` kernels, on GPUs; None, as at first,
-        takes the kernels wherever they run. Eager steps of generation read from a `DepthBank`, with torch, unless the
-        kernels were asked for."""
-        if backend is not None and backend not in DEPTH_BACKENDS:
-            raise ValueError(
-                f"The depth backend {backend!r} does not exist; choose one of {list(DEPTH_BACKENDS)}, or None."
-            )
-        if backend is not None and self.config.residual_type == "standard":
-            raise ValueError(f"The depth backend {backend!r} has nothing to read: residual_type is 'standard'.")
+    def set_depth_backend(self, backend: str) -> None:
+        """Compute the reads with `"torch"`, the default on every device, or with the `"triton"` kernels, on a GPU."""
+        if backend not in DEPTH_BACKENDS:
+            raise ValueError(f"The depth backend {backend!r} does not exist; choose one of {list(DEPTH_BACKENDS)}.")
+        if self.config.residual_type == "standard":
+            raise ValueError(f"The depth backend {backend!r} has nothing to read: `residual_type` is 'standard'.")
         if backend == "triton" and triton is None:
             raise ImportError("The depth backend 'triton' needs triton: install it, or choose 'torch'.")
         for module in self.modules():
             if isinstance(module, LRAttnResDepthRead):
                 module.backend = backend
+
+    @property
+    def supports_pp_plan(self) -> bool:
+        """Engines ask this before they cut the model into pipeline stages. vLLM would cut it even without a plan."""
+        raise NotImplementedError(
+            "LR-AttnRes cannot be cut into pipeline stages: a stage passes on one tensor, but a layer reads what all "
+            "earlier layers wrote. Use one stage, and tensor parallelism instead (vLLM: --tensor-parallel-size)."
+        )
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:  # type: ignore[override]
+        """Check the model and send it in one commit, as `lr_attnres.push` does. Remote code without the `lr_attnres`
+        package falls back to the method of Transformers."""
+        try:
+            from lr_attnres.hub_upload import push_model
+        except ImportError:
+            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
+        return push_model(self, repo_id, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -321,36 +416,38 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         if config.residual_type == "projected":
             self.depth_embedding_key = nn.Linear(config.hidden_size, config.depth_key_rank, bias=False)
         sites = DepthSite.schedule(2 * config.num_hidden_layers, config.num_depth_blocks)
-        self.num_sources = sites[-1].num_completed + 1
+        self.num_sources = sites[-1].num_sources
         layers = [LRAttnResDecoderLayer(config, layer_idx, sites) for layer_idx in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = LRAttnResRMSNorm(config.hidden_size, config)
         if config.depth_scaled_eps and config.residual_type != "standard":
             norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-            for site, norm in zip(sites, [*norms[1:], self.norm]):  # the first norm follows site 0, no read
-                norm.eps = config.rms_norm_eps / (site.num_completed + 1) ** 2
+            for site, norm in zip(sites, [*norms[1:], self.norm]):  # the first norm follows site 0: no read
+                norm.eps = config.rms_norm_eps / site.num_sources**2
         self.rotary_emb = LRAttnResRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 
-    def start_depth_state(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | DepthBank, ...]:
-        """The depth state when nothing but the embedding, source 0, has been written."""
+    def start_depth_state(self, embeddings: torch.Tensor) -> DepthState | DepthBank:
+        """The depth state with one source, the embedding."""
         if self.config.residual_type == "standard":
-            return ()
-        routing = self.depth_queries()
+            return DepthState()
+        queries, floor = self.depth_queries()
         key = self.depth_embedding_key(embeddings) if self.config.residual_type == "projected" else None
         emitted = emit(self.config, embeddings, key)
         if self.reads_from_bank(embeddings):
-            return (DepthBank(emitted, self.config.hidden_size, self.num_sources, *routing),)
-        return *routing, embeddings, depth_logits(emitted[-1][..., -self.config.depth_key_rank :], *routing)
+            return DepthBank(emitted, self.config.hidden_size, self.num_sources, queries, floor)
+        logits = depth_logits(emitted[-1][..., -self.config.depth_key_rank :], queries, floor)
+        return DepthState(queries, floor, values=(embeddings,), logits=(logits,))
 
     def reads_from_bank(self, embeddings: torch.Tensor) -> bool:
-        """An eager step of generation does; a compiler fuses the general reads better than these."""
-        one_token = embeddings.shape[1] == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        plain_sums = self.config.depth_block_exponent == 0 and self.config.depth_count_prior == 0
-        if not (one_token and plain_sums) or torch.is_autocast_enabled(embeddings.device.type):
+        """True in an eager step of generation. A compiler fuses the general reads better."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or embeddings.shape[1] != 1:
             return False
-        return cast(LRAttnResDepthRead, self.layers[0].attn_read).backend != "triton"  # which was asked for
+        if self.config.depth_block_exponent != 0 or self.config.depth_count_prior != 0:
+            return False
+        backend = cast(LRAttnResDepthRead, self.layers[0].attn_read).backend
+        return backend == "torch" and not torch.is_autocast_enabled(embeddings.device.type)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -370,10 +467,10 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
-        # A flag in the config has turned the capture on, but has to reach the sites too.
+        # `config.output_depth_weights` also turns the recording on; the reads must know.
         kwargs.setdefault("output_depth_weights", getattr(self.config, "output_depth_weights", False))
 
-        # Packed documents are found in `position_ids` only where there is no cache yet: an empty one does not count.
+        # `create_causal_mask` looks for packed documents in `position_ids` only without a cache: hide an empty one.
         is_empty_cache = isinstance(past_key_values, DynamicCache) and past_key_values.get_seq_length() == 0
         causal_mask = create_causal_mask(
             config=self.config,
@@ -390,12 +487,15 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)
 
         hidden_states = inputs_embeds  # site 0 reads the embedding alone
-        depth_state = [*self.start_depth_state(inputs_embeds)]
+        depth_state = self.start_depth_state(inputs_embeds)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states, *depth_state = decoder_layer(
+        layers = cast(list[LRAttnResDecoderLayer], self.layers[: self.config.num_hidden_layers])
+        for decoder_layer in layers:
+            tensors, counts = depth_state.flatten()
+            hidden_states, counts, *written = decoder_layer(
                 hidden_states,
-                *depth_state,
+                *tensors,
+                depth_counts=counts,
                 attention_mask=causal_mask,
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
@@ -403,10 +503,23 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
+            depth_state = depth_state.with_written(written, counts, decoder_layer.mlp_read.site)
         return LRAttnResModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
             past_key_values=past_key_values if use_cache else None,
         )
+
+
+def positions_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The last `logits_to_keep` positions (0: all), or those of a tensor: positions of all rows [P], positions of each
+    row [B, P], or a mask [B, T], which gives [kept, D]. Transformers has this function only since 5.21."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.ndim == 1:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
 
 @auto_docstring
@@ -421,7 +534,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
         self.model = LRAttnResModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # (head, hidden states, labels, **kwargs) -> loss without logits, see `lr_attnres.losses.use_chunked_loss`
+        # Set by `use_chunked_loss`: (head, hidden states, labels, **kwargs) -> loss, without logits of the whole batch
         self.chunked_loss: Callable | None = None
         self.post_init()
 
@@ -460,7 +573,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
         if labels is not None and self.chunked_loss is not None:
             loss = self.chunked_loss(self.lm_head, outputs.last_hidden_state, labels, **kwargs)
         else:
-            logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+            logits = self.lm_head(positions_to_keep(outputs.last_hidden_state, logits_to_keep))
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
 
@@ -482,7 +595,7 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
     ) -> GenerateOutput | torch.LongTensor:
         """As in Transformers. With `output_depth_weights=True, return_dict_in_generate=True` the output also has
         `depth_weights`: for each step one tuple over the sites of `[batch, tokens, sources]`, where the first step
-        has the tokens of the prompt and each other one the tokens that it went on from."""
+        has the tokens of the prompt and every later one the token that it continues."""
         steps: list[tuple] | None = [] if kwargs.get("output_depth_weights") else None
         returns_dict = (generation_config or self.generation_config).return_dict_in_generate
         if steps is not None and not kwargs.get("return_dict_in_generate", returns_dict):
@@ -501,15 +614,15 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         steps = generated_depth_weights.get()
         if steps is not None:
-            # Assisted decoding, which alone says how many tokens are new, also reads candidates that it then rejects.
+            # Assisted decoding also reads candidates that it then rejects; it alone passes `num_new_tokens`.
             num_rejected = outputs.logits.shape[1] - kwargs["num_new_tokens"] if "num_new_tokens" in kwargs else 0
-            # A copy, since compiled decoding writes the next step's outputs into the same memory.
+            # Clone: compiled decoding reuses the memory for the next step.
             steps.append(tuple(weights[:, : -num_rejected or None].clone() for weights in outputs.depth_weights))
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
 
-# The library's generic heads find their base model through AutoModel, which remote code may not do: each `__init__`
-# below is the generic one with `LRAttnResModel` named. Their outputs have no depth weights: `model.model` has.
+# The generic heads of Transformers build their base model with AutoModel, which fails for remote code. So each
+# `__init__` below names `LRAttnResModel`. For depth weights call `model.model`.
 
 
 class LRAttnResForSequenceClassification(GenericForSequenceClassification, LRAttnResPreTrainedModel):

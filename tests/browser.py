@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of pages. Without one they are skipped, or fail if LR_ATTNRES_REQUIRE_BROWSER is set."""
+"""Headless Chromium for tests. Without Chromium a test is skipped, or fails if LR_ATTNRES_REQUIRE_BROWSER is set."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 
-# A browser that asks nobody for anything but the page.
+# Without them the browser itself sends requests, which a test would count as requests of the page.
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -22,7 +22,7 @@ FLAGS = [
 
 @contextmanager
 def open_browser() -> Iterator:
-    """A Playwright browser, driven by the Chromium of the machine."""
+    """A Playwright browser that uses the installed Chromium."""
     chromium = shutil.which("chromium")
     if chromium is None:
         message = "there is no `chromium` on the PATH (Debian: apt-get install chromium)"

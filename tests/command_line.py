@@ -1,7 +1,7 @@
-"""Run `lr-attnres` commands as a user does, in a process of their own with a Hub of their own.
+"""Run `lr-attnres` commands in another process, with their own Hub.
 
-Importing torch and transformers takes longer than most commands. So one process serves many of them, and loads
-a folder in a clean process once for the same contents.
+Importing torch and transformers takes longer than most commands. So one process runs many commands, and folders with
+the same contents are loaded in a clean process only once.
 """
 
 import json
@@ -15,20 +15,21 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 WORKER = """
 import contextlib, hashlib, io, json, os, pathlib, sys, traceback
-from lr_attnres import clean_process, hub_upload, model_folder
+from lr_attnres import hub_upload
+from lr_attnres.folders import clean_process, staging
 from lr_attnres.cli import main
 
 found, names, load = {}, {}, clean_process.load_in_clean_process
 
 def load_once(folder, dtype="auto"):
     contents = [(path.name, path.read_bytes()) for path in sorted(pathlib.Path(folder).glob("*.*"))]
-    contents = [dtype, *(item for item in contents if item[0] != "README.md")]
+    contents = [dtype, *(item for item in contents if item[0] not in ("README.md", staging.LOCK_FILE))]
     key = hashlib.sha256(repr(contents).encode()).hexdigest()
     if key not in found:
         found[key] = load(folder, dtype)
     return found[key]
 
-model_folder.load_in_clean_process = hub_upload.load_in_clean_process = load_once
+staging.load_in_clean_process = hub_upload.load_in_clean_process = load_once
 for line in sys.stdin:
     request, out, err = json.loads(line), io.StringIO(), io.StringIO()
     os.environ.pop("HF_TOKEN", None)
@@ -52,7 +53,7 @@ class Result:
 
 
 def hub_environment(url: str, home: Path, **more: str) -> dict[str, str]:
-    """The environment of a user of the Hub at `url` with an empty cache; the client reads it when it is imported."""
+    """Environment variables for the Hub at `url` with an empty cache; the client reads them at import."""
     dropped = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_TOKEN", "PYTHONPATH")
     dropped += ("HF_HUB_DISABLE_PROGRESS_BARS",)
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
@@ -91,7 +92,7 @@ class CommandLine:
         return self._send({"arguments": [str(argument) for argument in arguments], "environment": environment})
 
     def script(self, text: str) -> Result:
-        """Names that a script defines are there for the next one."""
+        """Scripts share their global names."""
         return self._send({"script": text, "environment": {}})
 
     def _send(self, request: dict) -> Result:
@@ -101,7 +102,7 @@ class CommandLine:
 
 
 def run_without_package(script: str, environment: dict[str, str], folder: Path, *arguments: object) -> dict:
-    """Run `script` where `lr_attnres` cannot be imported; it prints JSON on its last line."""
+    """Run `script` where `lr_attnres` cannot be imported; returns the JSON of its last line of output."""
     blocker = (
         "import json, sys\n"
         "class Blocker:\n"

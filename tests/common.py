@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
+from lr_attnres.variants import RESIDUAL_TYPES
 
 
 # Every residual type, full and in blocks, and each remaining switch that changes the maths.
@@ -26,6 +27,7 @@ VARIANTS = {
     },
 }
 ROUTED = [name for name in VARIANTS if name != "standard"]
+ROUTED_TYPES = [name for name in RESIDUAL_TYPES if name != "standard"]
 ONE_OF_EACH = ["standard", "attnres_full", "projected_block", "sliced_block"]  # where a test takes its time
 SIZES = {
     "vocab_size": 61,

@@ -37,11 +37,11 @@ def token_data(tmp_path_factory) -> Path:
     """Documents of letters with a pattern, prepared in rows of 32 tokens."""
     from common import byte_tokenizer
 
-    from lr_attnres.data import prepare
+    from lr_attnres.data.packing import prepare_data
 
     folder = tmp_path_factory.mktemp("tokens")
     texts = ["".join(chr(97 + (i * i * n + n) % 26) for i in range(20 + 7 * n % 90)) for n in range(60)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = {"sequence_length": 32, "validation_fraction": 0.2, "progress_bar": False}
-    prepare(folder / "text.jsonl", folder / "data", tokenizer=byte_tokenizer(), **options)
+    prepare_data(folder / "text.jsonl", folder / "data", tokenizer=byte_tokenizer(), **options)
     return folder / "data"

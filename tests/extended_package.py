@@ -14,14 +14,15 @@ from test_modeling_lr_attnres import DoubleRotaryEmbedding, next_token_loss
 
 import lr_attnres
 from lr_attnres import LRAttnResForCausalLM
-from lr_attnres.analysis import analyze_model
-from lr_attnres.clean_process import load_in_clean_process, probe_tokens
-from lr_attnres.cost import depth_cost
-from lr_attnres.depth_routing import DepthBank, depth_block_ends
+from lr_attnres.analysis.cost import depth_cost
+from lr_attnres.analysis.routing import analyze_model
+from lr_attnres.depth_routing import depth_block_ends
+from lr_attnres.depth_state import DepthBank
+from lr_attnres.folders.clean_process import load_in_clean_process, probe_logits
 
 
-def extended_model(residual_type: str, num_depth_blocks: int | None) -> LRAttnResForCausalLM:
-    depth = {"residual_type": residual_type, "num_depth_blocks": num_depth_blocks, "depth_key_rank": 7}
+def extended_model(residual_type: str, num_depth_blocks: int | None, **switches) -> LRAttnResForCausalLM:
+    depth = {"residual_type": residual_type, "num_depth_blocks": num_depth_blocks, "depth_key_rank": 7, **switches}
     return perturb(LRAttnResForCausalLM(small_config("standard", **depth))).eval()
 
 
@@ -56,8 +57,9 @@ def case(request, monkeypatch) -> tuple[str, int | None]:
     return request.param
 
 
-def test_forward_and_every_gradient_agree_with_the_oracle(case):
-    model, input_ids = extended_model(*case).double(), random_tokens(2, 11)
+@pytest.mark.parametrize("exponent", [0.0, 0.5])
+def test_forward_and_every_gradient_agree_with_the_oracle(case, exponent):
+    model, input_ids = extended_model(*case, depth_block_exponent=exponent).double(), random_tokens(2, 11)
     model.model.rotary_emb = DoubleRotaryEmbedding(model.config)
     logits = model(input_ids).logits
     next_token_loss(logits, input_ids).backward()
@@ -75,7 +77,7 @@ def test_forward_and_every_gradient_agree_with_the_oracle(case):
 @torch.no_grad()
 def test_cached_generation_equals_uncached(case):
     model, tokens = extended_model(*case).double(), random_tokens(2, 5)
-    assert isinstance(model.model.start_depth_state(torch.zeros(2, 1, 32).double())[0], DepthBank)
+    assert isinstance(model.model.start_depth_state(torch.zeros(2, 1, 32).double()), DepthBank)
     generated = model.generate(tokens, **GREEDY)
     for _ in range(GREEDY["max_new_tokens"]):
         tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
@@ -89,9 +91,9 @@ def test_a_saved_folder_loads_where_the_package_is_absent(case, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = LRAttnResForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.residual_type == case[0]
-    found, expected = load_in_clean_process(tmp_path), model(probe_tokens(61)).logits
+    found, expected = load_in_clean_process(tmp_path), probe_logits(model)
     assert not found["missing_weights"] and not found["unexpected_weights"]
-    assert torch.equal(loaded(probe_tokens(61)).logits, expected)
+    assert torch.equal(probe_logits(loaded), expected)
     torch.testing.assert_close(found["output"], expected)  # another process may split the work over threads
 
 

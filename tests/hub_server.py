@@ -1,6 +1,6 @@
-"""A Hub on loopback: the protocol that the unmodified `huggingface_hub` client speaks, LFS included, in memory.
+"""A local Hub in memory for the unmodified `huggingface_hub` client, LFS included.
 
-Repositories keep whole snapshots per commit. Faults are injected by method and path; every request is logged.
+Each commit is a whole snapshot. Faults are injected by method and path; every request is logged.
 """
 
 import base64
@@ -40,7 +40,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """An answer given instead of the right one: a status, DROP (the connection), or HANG (no answer at all)."""
+    """Replaces the right answer: a status, DROP (close the connection), or HANG (never answer)."""
 
     method: str
     path: re.Pattern
@@ -67,7 +67,7 @@ class HubServer(ThreadingHTTPServer):
         self.reset()
 
     def reset(self):
-        """As new: two users, and nothing else."""
+        """Two users and no repositories."""
         self.users = {"hf_writer": ("writer", True), "hf_reader": ("reader", False)}
         self.repos: dict[tuple[str, str], Repo] = {}
         self.objects: dict[str, bytes] = {}
@@ -159,7 +159,7 @@ class Handler(BaseHTTPRequestHandler):
                 return handler(self, *map(unquote, match.groups()), body=body)
         raise Refusal(404, message=f"no route {self.command} {path}")
 
-    # Who asks, and for what
+    # Users and permissions
 
     def user(self) -> tuple[str | None, bool]:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")

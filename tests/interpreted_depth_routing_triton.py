@@ -14,16 +14,15 @@ import torch
 import torch._dynamo.testing
 import triton.language as tl
 from common import random_tokens, small_model
-from torch.nn.functional import rms_norm
 from triton.runtime import interpreter
 
 from lr_attnres import depth_routing_triton as kernels
-from lr_attnres.depth_routing import depth_logits, naive_depth_read
+from lr_attnres.depth_routing import depth_logits, naive_mix
 
 
 BATCH, EPS = 2, 2**-23
 # Largest error over largest value (or 1). float32 rounds each term of a sum, at 2^-24. In half precision the hidden
-# states are rounded (2^-11, bfloat16 2^-8) before the norm and the backward use them: the gradient of a logit is the
+# states are rounded (2^-11, bfloat16 2^-8) before the backward uses them: the gradient of a logit is the
 # difference of two dot products, one of them with these, and gets up to four such units.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
@@ -49,10 +48,6 @@ def interpreter_like_a_gpu(monkeypatch):
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", prepared_launch)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", lambda f, *a, **k: f.rewrite()(*a, **k))
     monkeypatch.setattr(interpreter, "_convert_float", rounding_convert)
-
-
-def batch_size(T: int) -> int:
-    return BATCH if T < 1000 else 1  # the interpreter is slow
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -81,13 +76,13 @@ def assert_matches(read, oracle, leaves: list[torch.Tensor], tolerance: float) -
 
 
 def oracle_mix(logits, *values):
-    mixes = [naive_depth_read(values, logits[..., g, :]) for g in range(logits.shape[-2])]
+    mixes = [naive_mix(values, logits[..., g, :]) for g in range(logits.shape[-2])]
     return *mixes, logits.logsumexp(-1)
 
 
 def oracle_merge(mix, lse, *younger):
     values, logits = [mix, *younger[0::2]], [lse, *younger[1::2]]
-    return (naive_depth_read(values, torch.cat(logits, dim=-1)),)
+    return (naive_mix(values, torch.cat(logits, dim=-1)),)
 
 
 def triton_mix(logits, *values):
@@ -99,9 +94,8 @@ def triton_merge(dtype):
 
 
 def merge_leaves(T: int, D: int, Y: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    B = batch_size(T)
-    pairs = [(leaf(B, T, D, dtype=dtype), leaf(B, T, 1)) for _ in range(Y)]
-    return [leaf(B, T, D), leaf(B, T, 1), *(tensor for pair in pairs for tensor in pair)]
+    pairs = [(leaf(BATCH, T, D, dtype=dtype), leaf(BATCH, T, 1)) for _ in range(Y)]
+    return [leaf(BATCH, T, D), leaf(BATCH, T, 1), *(tensor for pair in pairs for tensor in pair)]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +103,7 @@ def merge_leaves(T: int, D: int, Y: int, dtype: torch.dtype) -> list[torch.Tenso
     [
         (1, 48, 1, 1, torch.float32),
         (17, 80, 2, 7, torch.float32),
-        (1000, 80, 2, 1, torch.bfloat16),
+        (17, 80, 2, 1, torch.bfloat16),
         (3, 1024, 9, 6, torch.bfloat16),
         (1, 1024, 5, 3, torch.float32),
         (2, 80, 16, 5, torch.float16),
@@ -117,12 +111,11 @@ def merge_leaves(T: int, D: int, Y: int, dtype: torch.dtype) -> list[torch.Tenso
         (1, 48, 49, 7, torch.float32),
         (1, 48, 70, 2, torch.float16),  # two launches of the forward, three of the backward
         (1, 80, 2, 24, torch.float32),  # many sites: narrow chunks
-        (17, 1024, 49, 2, torch.bfloat16),
+        (1, 1024, 49, 2, torch.bfloat16),  # several launches and several chunks of D
     ],
 )
 def test_mix_equals_the_oracle(T, D, S, G, dtype):
-    B = batch_size(T)
-    leaves = [leaf(B, T, G, S), *(leaf(B, T, D, dtype=dtype) for _ in range(S))]
+    leaves = [leaf(BATCH, T, G, S), *(leaf(BATCH, T, D, dtype=dtype) for _ in range(S))]
     *mixes, lse = assert_matches(triton_mix, oracle_mix, leaves, TOLERANCE[dtype])[: G + 1]
     assert all(mix.dtype == lse.dtype == torch.float32 for mix in mixes)
 
@@ -143,52 +136,28 @@ def test_merge_equals_the_oracle(T, D, Y, dtype):
     assert hidden.dtype == dtype
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("T", "D", "Y", "dtype"), [*MERGES, (3, 80, 0, torch.bfloat16), (1000, 48, 1, torch.float16)])
-def test_merge_norm_equals_the_oracle(T, D, Y, dtype, weighted, monkeypatch):
-    def actual_read(*leaves):
-        weight, (mix, lse, *y) = (leaves[0], leaves[1:]) if weighted else (None, leaves)
-        return kernels.depth_merge_norm(mix, lse, list(zip(y[0::2], y[1::2])), dtype, weight, EPS)
-
-    def expected_read(*leaves):
-        weight, leaves = (leaves[0], leaves[1:]) if weighted else (None, leaves)
-        (hidden,) = oracle_merge(*leaves)
-        return hidden, rms_norm(hidden, (D,), weight, EPS)
-
-    leaves = [leaf(D, dtype=dtype)] * weighted + merge_leaves(T, D, Y, dtype)
-    monkeypatch.setattr(kernels, "MAX_WEIGHT_GRADIENTS", 3)  # so that a program sees several tokens
-    hidden, normed, *_ = assert_matches(actual_read, expected_read, leaves, TOLERANCE[dtype])
-    assert hidden.dtype == normed.dtype == dtype
-
-
 def test_no_younger_source_returns_the_mix():
     mix, lse = leaf(BATCH, 3, 48), leaf(BATCH, 3, 1)
     assert torch.equal(kernels.depth_merge(mix, lse, [], torch.float32), mix)
     assert torch.equal(kernels.depth_merge(mix, lse, [], torch.bfloat16), mix.bfloat16())
 
 
-@pytest.mark.parametrize("used", ["hidden", "normed"])
-def test_either_output_of_merge_norm_may_be_unused(used):
-    index = ["hidden", "normed"].index(used)
-    leaves = merge_leaves(2, 48, 2, torch.float32)
-
-    def expected_read(*leaves):
-        (hidden,) = oracle_merge(*leaves)
-        return ((hidden, rms_norm(hidden, (48,), None, EPS))[index],)
-
-    def actual_read(mix, lse, *y):
-        return (kernels.depth_merge_norm(mix, lse, list(zip(y[0::2], y[1::2])), torch.float32, None, EPS)[index],)
-
-    assert_matches(actual_read, expected_read, leaves, TOLERANCE[torch.float32])
-
-
 @pytest.mark.parametrize(("R", "D"), [(1, 80), (16, 48), (64, 80), (80, 80), (64, 1024), (1024, 1024)])
 def test_values_in_a_wider_buffer_and_keys_of_any_rank(R, D, T=3, S=3, G=2):
-    """A whole group from its values to its normed states: phase 1, phase 2, and the gradients of queries and keys.
+    """A whole group from its values to its hidden states: phase 1, phase 2, and the gradients of queries and keys.
 
-    The values are the first D columns of what a sub-layer emits, [B, T, D + R], and the keys are the others."""
+    The values are the first D columns of what a sub-layer emits, [B, T, D + R], and the keys are the others. The
+    gradient through the key norm is a difference of two terms as large as |logit gradient| |query| / |key|; for R = 1
+    they cancel, and what is left is their rounding error. So that this error stays small in any float32 computation,
+    no key is close to zero, and the queries have norms around 1."""
 
-    def group(mix, merge_norm):
+    def emit():
+        value, key = torch.randn(BATCH, T, D), torch.randn(BATCH, T, R)
+        root_mean_square = 0.5 + torch.rand(BATCH, T, 1)
+        key *= root_mean_square * R**0.5 / key.norm(dim=-1, keepdim=True)
+        return torch.cat([value, key], dim=-1).requires_grad_()
+
+    def group(mix, merge):
         def read(queries, *emitted):
             floor = queries.new_full((), (R * EPS) ** 0.5)
             logits = [depth_logits(output[..., D:], queries * R**0.5, floor) for output in emitted]
@@ -198,21 +167,22 @@ def test_values_in_a_wider_buffer_and_keys_of_any_rank(R, D, T=3, S=3, G=2):
             reads = []
             for g in range(G):
                 pairs = [(value, logit[..., g : g + 1]) for value, logit in younger[: g + 1]]
-                reads += merge_norm(mixes[g], lse[..., g : g + 1], pairs)
+                reads.append(merge(mixes[g], lse[..., g : g + 1], pairs))
             return reads
 
         return read
 
-    def oracle_merge_norm(mix, lse, younger):
-        (hidden,) = oracle_merge(mix, lse, *(tensor for pair in younger for tensor in pair))
-        return hidden, rms_norm(hidden, (D,), None, EPS)
+    def oracle(mix, lse, younger):
+        return oracle_merge(mix, lse, *(tensor for pair in younger for tensor in pair))[0]
 
-    def triton_merge_norm(mix, lse, younger):
-        return kernels.depth_merge_norm(mix, lse, younger, torch.float32, None, EPS)
+    def triton_read(mix, lse, younger):
+        return kernels.depth_merge(mix, lse, younger, torch.float32)
 
-    leaves = [leaf(G, R), *(leaf(BATCH, T, D + R) for _ in range(S + G))]
-    actual_read, expected_read = group(triton_mix, triton_merge_norm), group(oracle_mix, oracle_merge_norm)
-    assert_matches(actual_read, expected_read, leaves, 1e-5)  # the key norm, two phases and a norm, one after another
+    queries = (torch.randn(G, R) / R**0.5).requires_grad_()
+    leaves = [queries, *(emit() for _ in range(S + G))]
+    actual_read, expected_read = group(triton_mix, triton_read), group(oracle_mix, oracle)
+    # The key norm and two phases, one after another: over 300 seeds the torch read is off by 2.6e-6 at most.
+    assert_matches(actual_read, expected_read, leaves, 5e-6)
 
 
 def test_any_layout_of_values_and_gradients(T=3, D=48, S=2, G=2):
@@ -249,6 +219,7 @@ def test_large_logits_do_not_overflow():
     assert hidden.isfinite().all()
 
 
+@pytest.mark.compatibility("Triton reads, under Triton's interpreter")
 @pytest.mark.parametrize("variant", ["attnres_full", "projected_full", "sliced_block"])
 def test_a_model_reads_the_same(variant):
     """Loss and every gradient of a whole float32 model, against the pure-torch read in float64."""
@@ -260,14 +231,8 @@ def test_a_model_reads_the_same(variant):
 
     expected = loss_and_gradients(deepcopy(model).double())
     model.set_depth_backend("triton")
-    norms = [layer.post_attention_layernorm for layer in model.model.layers]
-    calls = []
-    for hooked in (False, True):  # a norm that somebody listens to is not fused into the read
-        if hooked:
-            norms[0].register_forward_hook(lambda *_: calls.append(1))
-        error = (loss_and_gradients(model) - expected).norm() / expected.norm()
-        assert 0 < error < 5e-5  # float32 through four layers of large weights; the torch read is 2e-6 to 2e-5 off
-    assert calls == [1]
+    error = (loss_and_gradients(model) - expected).norm() / expected.norm()
+    assert 0 < error < 5e-5  # float32 through four layers of large weights; the torch read is 2e-6 to 2e-5 off
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -278,7 +243,7 @@ def test_compiles_whole(dynamic, D=48, S=2, G=2):
         *mixes, lse = kernels.depth_mix(list(values[:S]), logits)
         younger = [(values[S], logits[..., 0, :1])]
         hidden = kernels.depth_merge(mixes[0], lse[..., :1], younger, torch.bfloat16)
-        return hidden, *kernels.depth_merge_norm(mixes[1], lse[..., 1:], younger, torch.float32, None, EPS)
+        return hidden, kernels.depth_merge(mixes[1], lse[..., 1:], younger, torch.float32)
 
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -297,8 +262,6 @@ def test_operators_keep_their_contracts(T=2, D=48, S=3):
     values = [leaf(BATCH, T, D) for _ in range(S)]
     torch.library.opcheck(kernels.mix_op, (values, leaf(BATCH, T, 2, S)))
     torch.library.opcheck(kernels.merge_op, (values, leaf(BATCH, T, S), torch.float32))
-    torch.library.opcheck(kernels.merge_norm_op, (values, leaf(BATCH, T, S), torch.float32, leaf(D), EPS))
-    torch.library.opcheck(kernels.merge_norm_op, (values, leaf(BATCH, T, S), torch.float32, None, EPS))
     *mixes, lse = kernels.depth_mix([value.to("meta") for value in values], torch.empty(BATCH, T, 2, S, device="meta"))
     assert [mix.shape for mix in mixes] == [(BATCH, T, D)] * 2 and lse.shape == (BATCH, T, 2) and lse.is_meta
 
@@ -334,4 +297,4 @@ def test_bytes_moved_are_close_to_the_ideal():
     import triton_report
 
     ratios = {row["read"]: row["ratio"] for row in triton_report.count_reads(S=8, G=6, Y=2)}
-    assert len(ratios) == 8 and all(1 <= ratio <= 1.06 for ratio in ratios.values()), ratios
+    assert len(ratios) == 4 and all(1 <= ratio <= 1.06 for ratio in ratios.values()), ratios

@@ -1,6 +1,6 @@
-"""Training in processes of their own: they can be killed at a chosen moment, and two of them can train together.
+"""Training in separate processes, which can be killed at a chosen moment; two of them can train together.
 
-They are forked from a server that has imported everything, so that each costs a moment.
+They are forked from a server that has imported everything, so that each starts quickly.
 """
 
 import multiprocessing
@@ -14,21 +14,22 @@ from pathlib import Path
 
 import torch
 
-from lr_attnres.training_arguments import TrainArguments
+from lr_attnres.training.arguments import TrainArguments
 
 
 LENGTH = 32  # tokens of a row
+DEFAULT_VARIANT = "sliced-n2-r8"
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["lr_attnres.training", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+FORKS.set_forkserver_preload(["lr_attnres.training.loop", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
 
 
 def arguments(data: Path, output: Path, **overrides) -> dict:
-    """Of a run that takes a moment."""
+    """Training arguments of a run that takes a second."""
     model = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     values = {
         "data": str(data),
         "output_dir": str(output),
-        "variant": "sliced-n2-r8",
+        "variant": DEFAULT_VARIANT,
         "model": model | overrides.pop("model", {}),
         "steps": 8,
         "batch_tokens": 8 * LENGTH,
@@ -84,12 +85,12 @@ def _enter(environment: dict[str, str], function, arguments) -> None:
 
 
 def train(arguments: dict, stop: tuple[str, int] | None = None) -> None:
-    """A whole run; `stop` names a moment and at which of its occurrences it strikes."""
-    from lr_attnres import training
+    """A whole run; `stop` is a name in MOMENTS, and at which of its occurrences the process is stopped."""
+    from lr_attnres.training import loop
 
     if stop is not None:
         MOMENTS[stop[0]](stop[1])
-    training.train(TrainArguments(**arguments))
+    loop.train(TrainArguments(**arguments))
 
 
 def command(arguments: list[str], stop: tuple[str, int] | None = None) -> None:
@@ -101,14 +102,15 @@ def command(arguments: list[str], stop: tuple[str, int] | None = None) -> None:
     sys.exit(cli.main(arguments))
 
 
-def strike(owner, name: str, occurrence: int, blow) -> None:
-    """Replace `owner.name` by a function that deals the blow before its nth call."""
+def strike(owner, name: str, occurrence: int, blow, counts) -> None:
+    """Replace `owner.name` by a function that calls `blow` before the nth call for which `counts` is true."""
     original, calls = getattr(owner, name), []
 
     def counted(*args, **kwargs):
-        calls.append(None)
-        if len(calls) == occurrence:
-            blow(*args, **kwargs)
+        if counts(*args):
+            calls.append(None)
+            if len(calls) == occurrence:
+                blow(*args, **kwargs)
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
@@ -129,30 +131,36 @@ def kill_within_a_line(metrics, record) -> None:
     kill()
 
 
-def _moment(path: str, blow):
+def is_old_checkpoint(path, *args) -> bool:
+    """A checkpoint that is renamed already, and about to be deleted."""
+    return Path(path).name.startswith(".step-") and Path(path).name.endswith(".deleted") and Path(path).exists()
+
+
+def _moment(path: str, blow, counts=lambda *args: True):
     def install(occurrence: int) -> None:
-        from lr_attnres import checkpoints, metrics, training
+        from lr_attnres.folders import staging
+        from lr_attnres.training import checkpoints, loop, metrics
 
         *owners, name = path.split(".")
-        owner = {"checkpoints": checkpoints, "metrics": metrics, "training": training}[owners[0]]
+        owner = {"checkpoints": checkpoints, "metrics": metrics, "loop": loop, "staging": staging}[owners[0]]
         for attribute in owners[1:]:
             owner = getattr(owner, attribute)
-        strike(owner, name, occurrence, blow)
+        strike(owner, name, occurrence, blow, counts)
 
     return install
 
 
 MOMENTS = {
-    "killed in a step": _moment("training.accumulate_gradients", kill),
-    "killed before a checkpoint has its name": _moment("checkpoints.sync_to_disk", kill),
-    "killed before an old one is deleted": _moment("checkpoints.shutil.rmtree", kill),
+    "killed in a step": _moment("loop.accumulate_gradients", kill),
+    "killed before a checkpoint has its name": _moment("staging.sync_to_disk", kill),
+    "killed before an old one is deleted": _moment("checkpoints.shutil.rmtree", kill, is_old_checkpoint),
     "killed within a line of metrics": _moment("metrics.Metrics.write", kill_within_a_line),
-    "killed while the model is written": _moment("training.write_provenance", kill),
-    "terminated": _moment("training.accumulate_gradients", terminate),
-    "one of two terminated": _moment("training.accumulate_gradients", partial(terminate, rank="1")),
+    "killed while the model is written": _moment("loop.write_provenance", kill),
+    "terminated": _moment("loop.accumulate_gradients", terminate),
+    "one of two terminated": _moment("loop.accumulate_gradients", partial(terminate, rank="1")),
 }
 
 
 def leftovers(run_folder: Path) -> list[str]:
-    """What a killed process has not cleaned up."""
+    """The hidden files that a killed process has left."""
     return sorted(path.name for path in [*run_folder.glob("checkpoints/.*"), *run_folder.glob(".*")])

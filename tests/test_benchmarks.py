@@ -1,172 +1,182 @@
-"""The benchmarks: the page is what the results say, a control shows the noise, and a wrong read is not timed."""
+"""The benchmarks: the pages are what the results say, a copy of `standard` shows the noise, and a wrong read is not
+timed."""
 
 import itertools
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from lr_attnres import depth_routing
+from lr_attnres import depth_routing, depth_state
+from lr_attnres.variants import variant_fields
 
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))  # last: it has a `processes` too
+sys.path.append(str(ROOT / "benchmarks"))
 
+import depth_read  # noqa: E402
 import harness  # noqa: E402
+import memory  # noqa: E402
+import side_by_side  # noqa: E402
 import tables  # noqa: E402
 
 
 def test_the_pages_are_what_the_results_say():
-    """`python benchmarks/tables.py` would change nothing; every table is shown."""
-    performance, readme = (page.read_text() for page in tables.PAGES)
-    assert tables.fill(performance) == performance and tables.fill(readme) == readme
-    assert all("\n".join(make()) in performance for make in tables.TABLES)
-    assert all("\n".join(make()) in readme for make in (tables.times, tables.memory))
+    """`python benchmarks/tables.py` would change nothing, and every table is on a page."""
+    texts = [page.read_text() for page in tables.PAGES]
+    assert [tables.fill(text) for text in texts] == texts
+    assert all(any(f"<!-- table: {name} -->\n" in text for text in texts) for name in tables.TABLES)
+
+
+def test_tables_are_written_between_their_marks(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    rows = {"standard": {"seconds": 2.0, "ratio": 1.0}, "attnres-n8": {"seconds": 2.25, "ratio": 1.125}}
+    (tmp_path / "decode.json").write_text(json.dumps({"modes": {"compiled": {"rows": rows}}}))
+    page = tables.fill("before\n<!-- table: decode -->\n\nold\n\n<!-- /table -->\nbetween\n<!-- /table -->\n")
+    assert page.startswith("before\n<!-- table: decode -->\n\n| model | eager | compiled |\n| --- | --- | --- |\n")
+    assert "| standard | - | 1.000 |\n" in page and "| attnres-n8 | - | 1.125 |\n" in page
+    assert "| standard (copy) | - | - |\n" in page and "old" not in page
+    assert page.endswith("\n\n<!-- /table -->\nbetween\n<!-- /table -->\n") and tables.fill(page) == page
+
+
+@pytest.mark.parametrize("variant", harness.VARIANTS)
+def test_rows_are_the_variants_of_their_names(variant):
+    assert harness.VARIANTS[variant] == variant_fields(variant)
 
 
 def test_rows_are_interleaved_and_the_first_round_does_not_count():
-    """With steps that say what they cost: in each round each once, in another order."""
+    """In each round each row once, in another order; the smallest time counts."""
     order = []
     costs = {"a": itertools.count(9, -1), "b": itertools.cycle([9, 5, 7]), "c": itertools.count(1)}
 
-    def step(name):
+    def timer(name):
         order.append(name)
         return next(costs[name])
 
-    steps = {name: lambda name=name: step(name) for name in costs}
-    times = harness.interleave(steps, 6, lambda step: [("x", step()), ("y", 1)])
-    assert times == {"a": [("x", 3), ("y", 1)], "b": [("x", 5), ("y", 1)], "c": [("x", 2), ("y", 1)]}
+    timers = {name: lambda name=name: timer(name) for name in costs}
+    assert harness.interleave(timers, repeats=6) == {"a": 3, "b": 5, "c": 2}
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert len(rounds) == 7 and {"".join(sorted(names)) for names in rounds} == {"abc"} and len(set(rounds)) > 3
 
 
-def test_each_part_counts_with_its_smallest_time():
-    assert harness.smallest([("x", 2.0), ("y", 5.0)], [("x", 4.0), ("y", 3.0)]) == [("x", 2.0), ("y", 3.0)]
-    with pytest.raises(RuntimeError, match="other operators"):
-        harness.smallest([("x", 2.0), ("y", 5.0)], [("y", 4.0), ("x", 3.0)])
-
-
-def test_a_product_is_one_part_whatever_it_calls():
-    spans = [
-        (1, 5, "other"),  # a linear map around
-        (2, 4, "products a"),
-        (2, 3, "other"),
-        (6, 9, "attention"),
-        (6, 8, "attention"),
-        (7, 8, "other"),
-        (10, 11, "other"),
-    ]
-    parts = harness.cut(0, spans[::-1])
-    assert [(name, round(1e9 * seconds)) for name, seconds in parts] == [
-        ("other", 2),
-        ("products a", 2),
-        ("other", 1),
-        ("other", 1),
-        ("attention", 3),
-        ("other", 2),
-    ]
-
-
-def test_the_same_products_count_alike_in_all_models():
-    times = {
-        "a": [("products x", 2.0), ("products x", 3.0), ("other", 1.0)],
-        "b": [("products x", 4.0), ("products y", 5.0), ("other", 2.0)],
+def test_ratios_are_as_timed():
+    """To `standard`, whether its copy is slower or faster, and to the same row of the other checkout."""
+    times = {"standard": 2.0, harness.COPY: 1.5, "x": 3.0, "standard, before": 4.0, "x, before": 2.0}
+    rows = side_by_side.with_ratios(["standard", harness.COPY, "x"], times)
+    assert {row: numbers["ratio"] for row, numbers in rows.items()} == {
+        "standard": 1.0,
+        harness.COPY: 0.75,
+        "x": 1.5,
     }
-    assert harness.settle(times) == {
-        "a": [("products x", 2.0), ("products x", 2.0), ("other", 1.0)],
-        "b": [("products x", 2.0), ("products y", 5.0), ("other", 2.0)],
-    }
+    assert rows["x"] == {"seconds": 3.0, "ratio": 1.5, "seconds_before": 2.0, "ratio_to_before": 1.5}
+    assert "ratio_to_before" not in rows[harness.COPY]
 
 
-@pytest.mark.parametrize("row", ["standard", "sliced-n4-r64", "Qwen3ForCausalLM"])
-def test_a_step_is_cut_where_its_operators_end(row):
-    """The products of one shape are those of the linear maps: all models have the same ones."""
+def test_two_checkouts_are_timed_side_by_side(tmp_path, capsys):
+    """The other one here: a package with the two public classes, which leaves a trace where it was imported."""
+    package = tmp_path / "other/lr_attnres"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import sys\nfrom pathlib import Path\n"
+        f"__path__.append({str(ROOT / 'lr_attnres')!r})\n"
+        "from .configuration_lr_attnres import LRAttnResConfig\n"
+        "from .modeling_lr_attnres import LRAttnResForCausalLM\n"
+        "Path(__file__).with_name('imported').touch()\n"
+    )
+    options = ["--modes", "eager", "--rows", "sliced-n8-r64", harness.NAIVE, "--output", str(tmp_path)]
+    parser = side_by_side.timing_parser("", repeats=1, layers=1, tokens=2)
+    side_by_side.time_rows("decode", None, parser.parse_args([*options, "--against", str(package.parent)]))
+    assert (package / "imported").exists() and "of before" in capsys.readouterr().out
+    content = json.loads((tmp_path / "decode.json").read_text())
+    assert content["settings"] == {"layers": 1, "tokens": 2} and content["machine"]["torch"] == torch.__version__
+    rows = content["modes"]["eager"]["rows"]
+    assert list(rows) == ["standard", harness.COPY, "sliced-n8-r64", harness.NAIVE]
+    assert all(numbers["seconds"] > 0 for numbers in rows.values())
+    assert [row for row in rows if "ratio_to_before" in rows[row]] == ["standard", harness.COPY, "sliced-n8-r64"]
+
+
+def test_a_checkout_without_the_package_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match=f"{tmp_path} has no package lr_attnres"):
+        side_by_side.Worker("decode", tmp_path, []).__enter__()
+
+
+def test_a_mode_that_is_not_timed_is_kept(monkeypatch, tmp_path):
+    """From a report with the same sizes on the same machine; a mode that is timed again is replaced."""
+    clock = itertools.count(1)
+    monkeypatch.setattr(side_by_side, "time_checkouts", lambda name, rows, *_: dict.fromkeys(rows, next(clock)))
+
+    def times(*arguments):
+        parser = side_by_side.timing_parser("", repeats=3, layers=2, tokens=4)
+        arguments = parser.parse_args([*arguments, "--rows", "standard", "--output", str(tmp_path)])
+        side_by_side.time_rows("x", None, arguments)
+        modes = json.loads((tmp_path / "x.json").read_text())["modes"]
+        return {mode: (modes[mode]["repeats"], modes[mode]["rows"]["standard"]["seconds"]) for mode in modes}
+
+    assert times("--modes", "eager") == {"eager": (3, 1)}
+    assert times("--modes", "compiled", "--repeats", "5") == {"eager": (3, 1), "compiled": (5, 2)}
+    assert times("--modes", "eager", "--repeats", "7") == {"compiled": (5, 2), "eager": (7, 3)}
+    assert times("--modes", "eager", "--tokens", "8") == {"eager": (3, 4)}
+    monkeypatch.setattr(side_by_side, "machine", lambda: {"device": "another"})
+    assert times("--modes", "compiled", "--tokens", "8") == {"compiled": (3, 5)}
+
+
+@pytest.mark.parametrize("row", harness.ROWS)
+def test_every_row_takes_a_training_step(row):
+    """Of all models on the same weights, each of which changes."""
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
-    step = harness.training_step(harness.build(row, vocab_size=32, **sizes), torch.arange(8)[None])
-    (parts,) = harness.interleave({row: step}, repeats=2).values()  # the same operators twice, or it would fail
-    names = [name for name, _ in parts]
-    assert names.count("products [[8, 128], [128, 64]]") == 3 * 3  # gate, up; backward of down
-    assert names.count("products [[8, 64], [64, 128]]") == 3 * 3
-    assert sum(name.startswith("attention") for name in names) == 2 * 3 and "other" in names
-    start = time.perf_counter()
-    parts = harness.cut_at_operators(step)
-    assert 0 < harness.total(parts) <= time.perf_counter() - start and all(seconds >= 0 for _, seconds in parts)
+    harness.shared_parameters.clear()
+    model = harness.share_parameters(harness.build(row, vocab_size=32, **sizes))
+    again = harness.share_parameters(harness.build(row, vocab_size=32, **sizes))
+    assert all(one is other for one, other in zip(model.parameters(), again.parameters(), strict=True))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert harness.seconds(harness.training_step(model, torch.arange(8)[None])) > 0
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters()))
 
 
-def test_a_small_step_is_cut_at_its_linear_maps():
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
-    model = harness.mark_linears(harness.build("sliced-n4-r64", vocab_size=32, **sizes))
-    parts = harness.cut_at_linears(lambda: model(torch.arange(8)[None]))
-    assert [name for name, _ in parts].count("products 128 64") == 2 * 3 and len(parts) == 2 * 22 + 1
-    assert parts[-1][0] == "other" and all(seconds > 0 for _, seconds in parts)
+@pytest.mark.parametrize("row", ["sliced-n8-r64", "projected-full-r32", harness.NAIVE])
+def test_the_depth_part_alone(row, monkeypatch):
+    """It runs forward and backward through every site."""
+    gradients = []
+    backward = torch.autograd.backward
+
+    def record(hidden, *arguments):
+        backward(hidden, *arguments)
+        gradients.append(len(hidden))
+
+    monkeypatch.setattr(torch.autograd, "backward", record)
+    depth_read.depth_part(row, layers=2, tokens=3)()
+    assert gradients == [4]
 
 
-def test_compiled_kernels_are_parts_too(monkeypatch):
-    """They are compiled when the step first runs, which does not count."""
-    names = []
-    monkeypatch.setattr(harness, "describe", lambda name, shapes: names.append(name) or "other")
-    inputs = torch.ones(8, 8, requires_grad=True)
-    compiled = torch.compile(lambda x: (x.sin() @ x.cos()).exp().sum())
-    harness.interleave({"x": lambda: compiled(inputs).backward()}, repeats=2)
-    assert "aten::mm" in names and any("sin" in name and "cpp_fused" in name for name in names)
-    assert not torch._inductor.config.cpp.enable_kernel_profile
+def test_the_naive_read_keeps_more_memory():
+    sizes = [memory.saved_bytes(row, layers=4, tokens=8) for row in ("standard", "attnres-full", harness.NAIVE)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[2]
 
 
-@pytest.mark.parametrize("copies", [("standard", harness.CONTROL), (harness.CONTROL, "standard")])
-def test_standard_is_timed_against_itself(copies, monkeypatch):
-    """Whichever of its two copies is the faster one counts, and the parts of a step add up to its ratio."""
-    seconds = dict(zip((*copies, "x"), ([1.6, 0.5], [1.8, 0.6], [1.5, 1.5])))
-    parts = {row: list(zip(("products", "other"), both)) for row, both in seconds.items()}
-    monkeypatch.setattr(harness, "interleave", lambda steps, repeats, time_parts: parts)
-    columns = harness.compare(lambda row, compiled: None, ["x"], {"eager": ["x"]}, repeats=1)
-    assert columns["eager"] == pytest.approx({"standard": 1.0, harness.CONTROL: 1.05, "x": 1.5})
-    assert columns["eager, as timed"] == pytest.approx({"standard": 1.0, harness.CONTROL: 2.4 / 2.1, "x": 3 / 2.1})
-    assert columns["eager, products"] == pytest.approx({"standard": 0.75, harness.CONTROL: 0.75, "x": 0.75})
-    assert columns["eager, other"] == pytest.approx({"standard": 0.25, harness.CONTROL: 0.3, "x": 0.75})
-    assert all(list(column) == ["standard", harness.CONTROL, "x"] for column in columns.values())
+PARTS = {
+    # class or module, name of the function, position of what is changed, a row that uses it
+    "DepthMix": (depth_routing.DepthMix, "forward", 0, "sliced-n8-r64"),
+    "DepthRead of two": (depth_routing.DepthRead, "forward", 1, "sliced-n8-r64"),
+    "DepthRead of many": (depth_routing.DepthRead, "forward", 1, "sliced-full-r64"),
+    "DepthBank": (depth_state.DepthBank, "read", 2, "sliced-n8-r64"),
+}
 
 
-def test_a_mode_that_is_not_timed_keeps_its_columns(monkeypatch, tmp_path):
-    """Of the same sizes on the same machine; a mode that is timed again is replaced."""
-    ratios = itertools.count(1)
-
-    def compare(make_step, rows, modes, *_):
-        return {f"{mode}{kind}": {"standard": next(ratios)} for mode in modes for kind in ("", ", as timed")}
-
-    def run(*arguments):
-        parser = harness.timing_parser("", repeats=3, layers=2, tokens=4)
-        harness.time_rows("x", None, parser.parse_args([*arguments, "--rows", "standard", "--output", str(tmp_path)]))
-        content = json.loads((tmp_path / "x.json").read_text())
-        return content["settings"]["repeats"], [column["standard"] for column in content["columns"].values()]
-
-    monkeypatch.setattr(harness, "compare", compare)
-    assert run("--modes", "eager") == ({"eager": 3}, [1, 2])
-    assert run("--modes", "compiled", "--repeats", "5") == ({"eager": 3, "compiled": 5}, [1, 2, 3, 4])
-    assert run("--modes", "eager", "--repeats", "7") == ({"compiled": 5, "eager": 7}, [3, 4, 5, 6])
-    assert run("--modes", "eager", "--tokens", "8") == ({"eager": 3}, [7, 8])
-    run("--modes", "compiled", "--tokens", "8")
-    monkeypatch.setattr(harness, "machine", lambda: {"device": "another"})
-    assert run("--modes", "eager", "--tokens", "8") == ({"eager": 3}, [11, 12])
-
-
-@pytest.mark.parametrize("part", ["DepthMix", "DepthMerge", "DepthRead", "DepthBank"])
+@pytest.mark.parametrize("part", PARTS)
 def test_a_wrong_read_is_not_timed(part, monkeypatch):
-    rows = ["sliced-full-r64" if part == "DepthRead" else "sliced-n4-r64"]
-    harness.check_against_naive_read(rows)
-    changed = getattr(depth_routing, part)
-    name, position = ("read", 2) if part == "DepthBank" else ("forward", 0 if part == "DepthMix" else 1)
-    right = getattr(changed, name)
+    """Wrong: with logits, or in the bank emitted values, that are a little too large."""
+    owner, name, position, row = PARTS[part]
+    harness.check_against_naive_read([row])
+    right = getattr(owner, name)
 
     def wrong(*inputs):
-        """With logits, or in the bank what a sub-layer emitted, that are a little too large."""
         inputs = [*inputs]
         given = inputs[position]
-        inputs[position] = [1.01 * part for part in given] if isinstance(given, list) else 1.01 * given
+        inputs[position] = tuple(1.01 * tensor for tensor in given) if isinstance(given, tuple) else 1.01 * given
         return right(*inputs)
 
-    monkeypatch.setattr(changed, name, wrong if part == "DepthBank" else staticmethod(wrong))
-    with pytest.raises(AssertionError, match=rows[0]):
-        harness.check_against_naive_read(rows)
+    monkeypatch.setattr(owner, name, wrong if part == "DepthBank" else staticmethod(wrong))
+    with pytest.raises(AssertionError, match=row):
+        harness.check_against_naive_read([row])

@@ -1,4 +1,4 @@
-"""The command line parses and calls: its errors are one line, its examples parse, and `--help` shows them."""
+"""The command line: errors are one line, the printed examples run, and `--help` imports nothing heavy."""
 
 import argparse
 import inspect
@@ -13,18 +13,7 @@ import pytest
 import torch
 
 import lr_attnres
-from lr_attnres import (
-    analysis,
-    cli,
-    conversion,
-    data,
-    evaluation,
-    explore,
-    hub_upload,
-    serving,
-    text_generation,
-    upgrade,
-)
+from lr_attnres import cli
 
 
 ROOT = Path(__file__).parents[1]
@@ -39,58 +28,87 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_shows_an_example_that_parses(name, capsys, monkeypatch):
-    summary, example, add_arguments = cli.COMMANDS[name]
+    command = cli.COMMANDS[name]
     with pytest.raises(SystemExit) as stop:
         cli.main([name, "--help"])
     assert stop.value.code == 0
-    assert f"example:\n  {example}\n" in capsys.readouterr().out
+    assert f"example:\n  {command.example}\n" in capsys.readouterr().out
 
     calls = []
 
     def parse_only(parser):
-        add_arguments(parser)
+        command.add_arguments(parser)
         return lambda **options: calls.append(options)
 
-    monkeypatch.setitem(cli.COMMANDS, name, (summary, example, parse_only))
-    assert cli.main(shlex.split(example)[1:]) == 0
+    monkeypatch.setitem(cli.COMMANDS, name, command._replace(add_arguments=parse_only))
+    assert cli.main(shlex.split(command.example)[1:]) == 0
     assert len(calls) == 1
 
 
+def test_every_option_has_a_help_text():
+    for command in cli.COMMANDS.values():
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        assert [action.dest for action in parser._actions if not action.help] == []
+
+
+SHOW_EVERY_HELP = """
+import sys
+from lr_attnres import cli
+
+for command in ([], *([name] for name in cli.COMMANDS)):
+    try:
+        cli.main([*command, "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0
+heavy = {"torch", "transformers", "huggingface_hub"} & sys.modules.keys()
+assert not heavy, f"--help imports {heavy}"
+"""
+
+
+def test_help_imports_nothing_heavy():
+    result = subprocess.run([sys.executable, "-c", SHOW_EVERY_HELP], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("usage: lr-attnres") == 1 + len(cli.COMMANDS)
+
+
 FUNCTIONS = {
-    "prepare": data.prepare,
-    "evaluate": evaluation.evaluate_folder,
-    "convert": conversion.convert_released_checkpoint,
-    "upgrade": upgrade.upgrade_model,
-    "push": hub_upload.push,
-    "generate": text_generation.generate_text,
-    "serve": serving.serve,
-    "analyze": analysis.analyze,
-    "explore": explore.explore,
+    "prepare": lr_attnres.prepare_data,
+    "evaluate": lr_attnres.evaluate,
+    "convert": lr_attnres.convert_released_checkpoint,
+    "upgrade": lr_attnres.upgrade_model,
+    "push": lr_attnres.push,
+    "generate": lr_attnres.generate_text,
+    "serve": lr_attnres.serve,
+    "analyze": lr_attnres.analyze,
+    "explore": lr_attnres.explore,
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_command_has_the_defaults_of_its_function(name):
     parser = argparse.ArgumentParser()
-    cli.COMMANDS[name][2](parser)
+    cli.COMMANDS[name].add_arguments(parser)
     parameters = inspect.signature(FUNCTIONS[name]).parameters
     options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
-    given = [action for action in options if not action.required and action.default is not argparse.SUPPRESS]
-    assert given
-    assert {action.dest: action.default for action in given} == {
-        action.dest: parameters[action.dest].default for action in given
+    defaults = {
+        action.dest: action.default
+        for action in options
+        if not action.required and action.default is not argparse.SUPPRESS
     }
+    assert defaults
+    assert defaults == {name: parameters[name].default for name in defaults}
 
 
 def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch, capsys):
-    """As printed, but for shorter runs. `convert` and `upgrade` need the Hub, `serve` and `explore` wait."""
+    """As printed, except for shorter runs. `convert` and `upgrade` need the Hub; `serve` and `explore` do not end."""
     monkeypatch.chdir(tmp_path)
     shorter = {"train": "--steps 2 --warmup-steps 0", "analyze": "--max-tokens 600"}
     for name in ("prepare", "train", "evaluate", "generate", "push", "analyze", "cost"):
-        arguments = shlex.split(f"{cli.COMMANDS[name][1]} {shorter.get(name, '')}")[1:]
+        arguments = shlex.split(f"{cli.COMMANDS[name].example} {shorter.get(name, '')}")[1:]
         assert cli.main(arguments) == 0, capsys.readouterr().err
         shown = capsys.readouterr()
-        assert shown.out and "\x1b" not in shown.out + shown.err  # no colours: this is no terminal
+        assert shown.out and "\x1b" not in shown.out + shown.err  # no colours: the output is not a terminal
     assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["analysis", "data", "run"]
 
 
@@ -107,40 +125,41 @@ def test_commands_of_the_pages_parse(page):
 
 
 @pytest.mark.parametrize(
-    "command, module, package, extra",
+    "command, modules, package, extra",
     [
-        ("prepare sotu out", "data", "pyarrow", "train"),
-        ("train tiny --data data --output-dir out", "training", "accelerate", "train"),
-        ("evaluate model data", "evaluation", "accelerate", "train"),
-        ("analyze model --data sotu --output out", "plots", "matplotlib", "analysis"),
-        ("cost --paper --figure out.png", "plots", "matplotlib", "analysis"),
-        ("explore model", "explore", "gradio", "explore"),
+        ("prepare sotu out", "data.packing data.packer data.packed_tokens", "pyarrow", "train"),
+        ("train tiny --data data --output-dir out", "training.loop", "accelerate", "train"),
+        ("evaluate model data", "training.evaluation", "accelerate", "train"),
+        ("analyze model --data sotu --output out", "analysis.plots", "matplotlib", "analysis"),
+        ("cost --paper --figure out.png", "analysis.plots", "matplotlib", "analysis"),
+        ("explore model", "analysis.explorer", "gradio", "explore"),
     ],
 )
-def test_a_missing_package_is_named_with_its_extra(command, module, package, extra, capsys, monkeypatch):
+def test_a_missing_package_is_named_with_its_extra(command, modules, package, extra, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"lr_attnres.{module}", raising=False)
+    for module in modules.split():  # imported again by the command
+        monkeypatch.delitem(sys.modules, f"lr_attnres.{module}", raising=False)
     assert cli.main(command.split()) == 1
     command = f'pip install "lr-attnres[{extra}]", or in a clone pip install ".[{extra}]"'
     assert capsys.readouterr().err == f"Error: {package} is not installed: {command}\n"
 
 
-@pytest.mark.parametrize("message, is_told", [("can't allocate memory: you tried", True), ("a defect", False)])
-def test_full_memory_is_told_in_one_line(message, is_told, monkeypatch, capsys):
+@pytest.mark.parametrize("message, is_explained", [("can't allocate memory: you tried", True), ("a bug", False)])
+def test_full_memory_is_explained_in_one_line(message, is_explained, monkeypatch, capsys):
     def fail(*args, **options):
         raise RuntimeError(f"[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: {message}")
 
-    monkeypatch.setattr(text_generation, "generate_text", fail)
+    monkeypatch.setattr("lr_attnres.inference.generate.generate_text", fail)
     arguments = ["generate", "model", "--prompt", "x"]
-    if is_told:
+    if is_explained:
         assert cli.main(arguments) == 1
         assert capsys.readouterr().err.startswith("Error: the memory is full: ")
     else:
-        with pytest.raises(RuntimeError, match="a defect"):
+        with pytest.raises(RuntimeError, match="a bug"):
             cli.main(arguments)
 
 
-def test_nothing_and_help_show_the_order_of_work(capsys):
+def test_no_arguments_and_help_show_the_workflow(capsys):
     assert cli.main([]) == 2
     shown = capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
@@ -148,8 +167,9 @@ def test_nothing_and_help_show_the_order_of_work(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert (shown.out, shown.err) == ("", text)
-    places = [text.index(cli.COMMANDS[name][1]) for name in ("prepare", "train", "evaluate", "generate", "push")]
-    assert places == sorted(places)
+    names = ("prepare", "train", "evaluate", "generate", "push")
+    positions = [text.index(cli.COMMANDS[name].example) for name in names]
+    assert positions == sorted(positions)
     assert all(f"    {name} " in text for name in cli.COMMANDS)
 
 
@@ -166,10 +186,10 @@ def test_nothing_and_help_show_the_order_of_work(capsys):
         *(
             (
                 f"{command} --num-depth-blocks {value}",
-                f"argument --num-depth-blocks: '{value}' is neither a positive .*",
+                f"argument --num-depth-blocks: '{value}' is neither a positive whole number nor `full` .*",
             )
             for command in ("cost", "upgrade in out")
-            for value in ("x", "0", "-3", "1.5")
+            for value in ("x", "0", "-3", "1.5", "FULL")
         ),
     ],
 )
@@ -182,15 +202,16 @@ def test_usage_errors_are_one_line(command, message, capsys):
 
 
 @pytest.mark.parametrize("command", ["cost", "upgrade in out"])
-def test_blocks_are_a_number_or_full_and_what_is_not_given_is_left_out(command):
+def test_blocks_are_a_number_or_full_and_omitted_options_are_absent(command):
     parse = cli.make_parser().parse_args
-    assert parse([*command.split(), "--num-depth-blocks", "full"]).num_depth_blocks is None
+    for full in ("full", "none", "None"):
+        assert parse([*command.split(), "--num-depth-blocks", full]).num_depth_blocks is None
     assert parse([*command.split(), "--num-depth-blocks", "4"]).num_depth_blocks == 4
     assert not {"residual_type", "num_depth_blocks", "depth_key_rank"} & vars(parse(command.split())).keys()
 
 
 def test_a_closed_pipe_is_no_error():
-    """`lr-attnres cost --paper | head -1`, with a reader that is gone before the first byte."""
+    """As in `lr-attnres cost --paper | head -1`, with a reader that closes the pipe before the first byte."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "lr_attnres.cli", "cost", "--paper"]
@@ -216,6 +237,6 @@ def test_errors_are_one_line(error, code, message, capsys, monkeypatch):
 
         return run
 
-    monkeypatch.setitem(cli.COMMANDS, "fails", ("", "", fails))
+    monkeypatch.setitem(cli.COMMANDS, "fails", cli.Command("", "", fails))
     assert cli.main(["fails"]) == code
     assert capsys.readouterr().err.startswith(message)

@@ -1,11 +1,13 @@
 import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
-from common import small_model
+from common import small_config, small_model
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM
+from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM, configuration_lr_attnres
 
 
 def test_defaults_are_the_paper_pareto_model():
@@ -21,6 +23,10 @@ def test_defaults_are_the_paper_pareto_model():
     assert (config.depth_logit_scale, config.depth_block_exponent, config.depth_count_prior) == (1.0, 0.0, 0.0)
 
 
+ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64},
+    **{"low_freq_factor": 4.0, "high_freq_factor": 4.0},
+}
 BAD_FIELDS = [
     ({"depth_key_rank": 0}, "depth_key_rank", "0", "1..hidden_size = 1024"),
     ({"depth_key_rank": 1025}, "depth_key_rank", "1025", "1..hidden_size = 1024"),
@@ -34,33 +40,59 @@ BAD_FIELDS = [
     ({"num_key_value_heads": 0}, "num_key_value_heads", "0", "at least 1"),
     ({"num_key_value_heads": 3}, "num_key_value_heads", "3", "divide"),
     ({"head_dim": 63}, "head_dim", "63", "even"),
-    ({"head_dim": 0}, "head_dim", "0", "even"),
-    ({"depth_block_exponent": -0.5}, "depth_block_exponent", "-0.5", "not negative"),
-    ({"depth_count_prior": -1.0}, "depth_count_prior", "-1.0", "not negative"),
-    ({"depth_logit_scale": float("nan")}, "depth_logit_scale", "nan", "finite"),
+    ({"head_dim": 0}, "head_dim", "0", "at least 2"),
+    ({"depth_block_exponent": -0.5}, "depth_block_exponent", "-0.5", "at least 0"),
+    ({"depth_count_prior": -1.0}, "depth_count_prior", "-1.0", "at least 0"),
+    ({"depth_logit_scale": float("nan")}, "depth_logit_scale", "nan", "at least"),
     ({"depth_key_norm": 1}, "depth_key_norm", "1", "expected bool"),
     ({"hidden_size": "1024"}, "hidden_size", "1024", "expected int"),
     ({"hidden_size": 0}, "hidden_size", "0", "at least 1"),
     ({"num_hidden_layers": 0}, "num_hidden_layers", "0", "at least 1"),
     ({"vocab_size": -1}, "vocab_size", "-1", "at least 1"),
-    ({"rms_norm_eps": 0.0}, "rms_norm_eps", "0.0", "positive"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps", "0.0", "at least"),
     ({"attention_dropout": 1.5}, "attention_dropout", "1.5", "[0, 1)"),
     ({"pad_token_id": 100_277}, "pad_token_id", "100277", "vocab_size"),
     ({"hidden_act": "sulu"}, "hidden_act", "sulu", "silu"),
     ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_parameters", "spiral", "yarn"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta", "0", "above 0"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": "abc"}}, "rope_theta", "abc", "finite number"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta", "0", "at least 0.001"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": "abc"}}, "rope_theta", "abc", "a number"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -3.0}}, "factor", "-3.0", "at least 1"),
     (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         *("partial_rotary_factor", "0.5", "whole heads"),
     ),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters", "yarn", "factor"),
-    ({"initializer_range": float("nan")}, "initializer_range", "nan", "finite"),
+    ({"initializer_range": float("nan")}, "initializer_range", "nan", "at least"),
     ({"sliding_window": 4}, "sliding_window", "4", "leave it out"),
     ({"is_causal": False}, "is_causal", "False", "leave it out"),
     ({"num_kv_shared_layers": 1}, "num_kv_shared_layers", "1", "leave it out"),
     ({"layer_types": ["sliding_attention"] * 24}, "layer_types", "sliding_attention", "full_attention"),
+    ({"is_causal": 1}, "is_causal", "1", "leave it out"),
+    ({"is_encoder_decoder": True}, "is_encoder_decoder", "True", "leave it out"),
+    ({"experts_implementation": "eager"}, "experts_implementation", "eager", "leave it out"),
+    ({"layer_types": 5}, "layer_types", "5", "list"),
+    ({"rms_norm_eps": 1e300}, "rms_norm_eps", "1e+300", "at most 1"),
+    ({"initializer_range": 1e39}, "initializer_range", "1e+39", "at most 100"),
+    ({"depth_count_prior": 1e39}, "depth_count_prior", "1e+39", "at most"),
+    ({"depth_logit_scale": 1e39}, "depth_logit_scale", "1e+39", "at most"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers", "1000000000", "at most 10000"),
+    ({"hidden_size": 10**18}, "hidden_size", "1000000000000000000", "at most"),
+    ({"num_labels": 10**9}, "num_labels", "1000000000", "at most"),
+    ({"id2label": {"a": "b"}}, "id2label", "'a'", "whole numbers"),
+    ({"attn_implementation": 3}, "attn_implementation", "3", "str"),
+    ({"quantization_config": 3}, "quantization_config", "3", "dict"),
+    ({"base_model_tp_plan": {}}, "base_model_tp_plan", "attribute", "remove it"),
+    ({"dtype": "int8"}, "dtype", "int8", "floating"),
+    ({"eos_token_id": [5, 10**9]}, "eos_token_id", "1000000000", "vocab_size"),
+    ({"rope_parameters": ROPE | {"rope_type": "llama3"}}, "low_freq_factor", "4.0", "below high_freq_factor"),
+    ({"rope_parameters": ROPE | {"original_max_position_embeddings": 0}}, "original_max", "0", "at least 2"),
+    ({"rope_parameters": ROPE | {"rope_theta": 1.0}}, "rope_theta", "1.0", "more than 1"),
+    ({"rope_parameters": ROPE | {"beta_fast": 0}}, "beta_fast", "0", "at least"),
+    (
+        {"rope_parameters": ROPE | {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [0.0] * 32}},
+        *("short_factor", "[1.0]", "list of 32"),
+    ),
+    ({"rope_parameters": ROPE | {"rope_type": "dynamic"}, "head_dim": 2}, "head_dim", "2", "at least 4"),
     ({"depth_scaled_eps": True, "depth_block_exponent": 0.5}, "depth_block_exponent", "0.5", "depth_scaled_eps"),
 ]
 
@@ -112,3 +144,32 @@ def test_round_trip(tmp_path):
     assert isinstance(loaded, LRAttnResConfig)
     assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}
     assert loaded.rope_parameters["rope_theta"] == 1e4
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("depth_rank", "depth_key_rank"), ("num_depth_block", "num_depth_blocks"), ("qk_norms", "qk_norm")],
+)
+def test_a_misspelt_field_is_refused_with_the_nearest_name(name, meant):
+    with pytest.raises(StrictDataclassError, match=f"no field `{name}` .did you mean {meant}"):
+        small_config(**{name: 3})
+
+
+def test_an_unknown_depth_field_is_refused():
+    """It may change the maths, for instance in a folder saved by a later version."""
+    with pytest.raises(StrictDataclassError, match="no field `depth_warp`"):
+        small_config(depth_warp=3)
+
+
+def test_full_is_another_word_for_no_blocks():
+    assert small_config(num_depth_blocks="full").num_depth_blocks is None
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.3.0"])
+def test_an_older_transformers_is_refused(version, monkeypatch):
+    """At the first import of the code that travels, before any name that older versions lack."""
+    # Importing a model replaces the module of this name: take the one that an import finds now.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    spec = spec_from_file_location("configuration_of_a_folder", configuration_lr_attnres.__file__)
+    with pytest.raises(ImportError, match=f"needs transformers 5.4 or newer; {version} is installed"):
+        spec.loader.exec_module(module_from_spec(spec))

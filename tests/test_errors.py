@@ -1,16 +1,20 @@
-"""Each thing that the client raises becomes one line that says what to do."""
+"""Each error of the Hub client becomes one line that says what to do."""
 
 import errno
+from importlib import import_module
 
-import httpx2
 import pytest
+import torch
 from huggingface_hub import errors
 
-from lr_attnres.errors import HubError, clear_hub_errors
+from lr_attnres.errors import HubError, clear_hub_errors, explain
+
+
+client = import_module(errors.HTTPError.__module__.split(".")[0])  # httpx or httpx2
 
 
 def answer(status: int, error_class=errors.HfHubHTTPError, message: str = "") -> errors.HfHubHTTPError:
-    response = httpx2.Response(status, request=httpx2.Request("POST", "https://hub/api/models/owner/name"))
+    response = client.Response(status, request=client.Request("POST", "https://hub/api/models/owner/name"))
     return error_class("several\nlines", response=response, server_message=message)
 
 
@@ -29,7 +33,7 @@ CASES = [
     (answer(404, errors.RepositoryNotFoundError), "owner/name does not exist, or your token is missing, wrong or may"),
     (answer(404, errors.RevisionNotFoundError), "owner/name has no revision 'v9'."),
     (answer(403, errors.GatedRepoError), "owner/name is gated: ask for access on its page"),
-    (answer(502), "the Hub answered 502: the server is in trouble; run the same command again later."),
+    (answer(502), "the Hub answered 502: the server failed; run the same command again later."),
     (
         answer(404, errors.RemoteEntryNotFoundError),
         "owner/name has no such file (/api/models/owner/name).",
@@ -42,12 +46,12 @@ CASES = [
     (answer(412), "the Hub answered 412 to POST /api/models/owner/name."),
     (wrapped(answer(403)), "the Hub answered 403: your token may not write to owner/name"),
     (
-        wrapped(httpx2.ReadError("reset")),
+        wrapped(client.ReadError("reset")),
         "the connection to the Hub failed (Error while uploading 'model.safetensors'",
     ),
     (
-        httpx2.ConnectError("refused"),
-        "the connection to the Hub failed (refused); run the same command again to go on.",
+        client.ConnectError("refused"),
+        "the connection to the Hub failed (refused); run the same command again to continue.",
     ),
     (ConnectionResetError(), "the connection to the Hub failed (ConnectionResetError); run the same command again"),
     (errors.LocalTokenNotFoundError("x"), "there is no Hub token: run `hf auth login`, set HF_TOKEN or give a token."),
@@ -66,3 +70,21 @@ def test_one_line(error, message):
         raise error
     assert message in str(raised.value)
     assert "\n" not in str(raised.value) and ".." not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(2**62, 2**10),
+        lambda: torch.empty(2**45),
+        lambda: torch.empty(2**70),
+        lambda: torch.ones(1).expand(2**40, 2**30).numel(),
+        lambda: bytearray(2**60),
+        lambda: [0] * 2**62,
+    ],
+    ids=["storage", "allocation", "argument", "numel", "bytes", "list"],
+)
+def test_sizes_that_no_memory_holds(make):
+    with pytest.raises((RuntimeError, TypeError, MemoryError, OverflowError)) as raised:
+        make()
+    assert explain(raised.value) == "the memory is full: take smaller batches, shorter rows or a smaller model."

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from common import BYTE_VOCAB_SIZE, ONE_OF_EACH, VARIANTS, byte_tokenizer, save_text_model
+from common import BYTE_VOCAB_SIZE, ONE_OF_EACH, byte_tokenizer, save_text_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lr_attnres import LRAttnResForCausalLM
-from lr_attnres.optimizers import split_parameters
+from lr_attnres.training.optimizers import split_parameters
 
 
 ROOT = Path(__file__).parents[1]
@@ -132,25 +132,12 @@ def test_plan_run_is_what_the_page_quotes(monkeypatch):
         assert plan_run.parameters(config) == (model.num_parameters(), muon)
 
 
-def test_vllm_backend():
-    lines = run_example("vllm_backend.py").splitlines()
-    assert len(lines) == 7 and all(line.startswith("yes  ") for line in lines[:-1])
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_requirements_of_vllm(variant, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    from vllm_backend import check
-
-    save_text_model(tmp_path, variant)
-    assert {condition for condition, holds in check(str(tmp_path)).items() if not holds} == set()
-
-
 def test_lm_eval_harness_alone():
     result = json.loads(run_example("lm_eval_harness.py").splitlines()[-1])
     assert 0 <= result["accuracy"] <= 1 and set(result["chosen"]) <= {0, 1}
 
 
+@pytest.mark.compatibility("lm-evaluation-harness")
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_lm_eval_harness(variant, tmp_path, monkeypatch):

@@ -6,9 +6,11 @@ from common import ONE_OF_EACH, ROUTED, VARIANTS, random_tokens, small_model
 from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
 
-GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+# No token ends a text. Not None, which prompt lookup takes amiss in Transformers 5.10.
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": 0}
 
 
+@pytest.mark.compatibility("Dynamic cache")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_logits_equal_uncached(variant):
     model, input_ids = small_model(variant).double(), random_tokens(2, 12)
@@ -22,6 +24,8 @@ def test_cached_logits_equal_uncached(variant):
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected)
 
 
+@pytest.mark.compatibility("Greedy")
+@pytest.mark.compatibility("No cache")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_equals_argmax_without_a_cache(variant):
     model, input_ids = small_model(variant).double(), random_tokens(2, 5)
@@ -32,6 +36,7 @@ def test_greedy_equals_argmax_without_a_cache(variant):
     assert torch.equal(model.generate(input_ids, use_cache=False, **GREEDY), expected)
 
 
+@pytest.mark.compatibility("Left-padded batch")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_left_padded_batch_generates_what_each_row_generates_alone(variant):
     model, short, long = small_model(variant).double(), random_tokens(1, 3), random_tokens(1, 6)
@@ -45,10 +50,16 @@ def test_left_padded_batch_generates_what_each_row_generates_alone(variant):
 @pytest.mark.parametrize(
     "options",
     [
-        {"cache_implementation": "static", "disable_compile": True},
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_early_exit": 2},
-        {"num_beams": 1, "prefill_chunk_size": 3},
+        pytest.param(
+            {"cache_implementation": "static", "disable_compile": True},
+            marks=pytest.mark.compatibility("Static cache"),
+        ),
+        pytest.param({"prompt_lookup_num_tokens": 3}, marks=pytest.mark.compatibility("Prompt lookup")),
+        pytest.param(
+            {"assistant_early_exit": 2},
+            marks=pytest.mark.compatibility("Assisted by its own first layers (`assistant_early_exit`)"),
+        ),
+        pytest.param({"num_beams": 1, "prefill_chunk_size": 3}, marks=pytest.mark.compatibility("Prefill in chunks")),
     ],
     ids=str,
 )
@@ -58,6 +69,7 @@ def test_decoding_modes_that_must_equal_greedy(variant, options):
     assert torch.equal(model.generate(input_ids, **GREEDY, **options), model.generate(input_ids, **GREEDY))
 
 
+@pytest.mark.compatibility("Assisted by another model")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_assisted_decoding_equals_greedy(variant):
     model, input_ids = small_model(variant).double(), random_tokens(1, 7)
@@ -67,6 +79,7 @@ def test_assisted_decoding_equals_greedy(variant):
         )
 
 
+@pytest.mark.compatibility("Beam search")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_beam_search_finds_the_best_pair_of_tokens(variant):
     model, input_ids = small_model(variant).double(), random_tokens(1, 5)
@@ -79,6 +92,7 @@ def test_beam_search_finds_the_best_pair_of_tokens(variant):
     assert tuple(model.generate(input_ids, **options)[0, -2:].tolist()) == best
 
 
+@pytest.mark.compatibility("Sampling, also with beams")
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sampling_follows_the_seed(variant, num_beams):
@@ -101,6 +115,7 @@ def test_explicit_static_cache():
     torch.testing.assert_close(torch.cat([first, *rest], dim=1), expected)
 
 
+@pytest.mark.compatibility("Quantized cache (quanto, 4 bits)")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_quantized_cache(variant):
     model, input_ids = small_model(variant, head_dim=16), random_tokens(1, 20)
@@ -111,6 +126,7 @@ def test_quantized_cache(variant):
     assert torch.equal(tokens[:, :21], model.generate(input_ids, **GREEDY)[:, :21])
 
 
+@pytest.mark.compatibility("Static cache, compiled step")
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_static_cache_decodes_compiled(variant):
     torch.compiler.reset()
@@ -124,12 +140,14 @@ def test_static_cache_decodes_compiled(variant):
     torch.testing.assert_close(logits[:, -1], expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.compatibility("Paged `eager` and `sdpa`")
+@pytest.mark.compatibility("Paged cache (continuous batching)")
 @pytest.mark.parametrize("variant", ["standard", "attnres_block", "projected_full", "sliced_block"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_continuous_batching_equals_greedy(variant, implementation):
     model = small_model(variant, attn_implementation=implementation)
     prompts = [random_tokens(length).tolist() for length in (3, 9, 5)]
-    generation = GenerationConfig(**(GREEDY | {"eos_token_id": -1}))
+    generation = GenerationConfig(**GREEDY)
     outputs = model.generate_batch(
         prompts,
         generation_config=generation,
@@ -149,6 +167,7 @@ def generated_weights(model, input_ids, **options):
     return outputs.sequences, [torch.cat(site, dim=1) for site in zip(*outputs.depth_weights)]
 
 
+@pytest.mark.compatibility("Depth weights of each step")
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ROUTED)
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}], ids=str)

@@ -1,7 +1,8 @@
-"""Push over HTTP to a Hub on loopback, and load back where the package is absent; every failure by its message."""
+"""Push over HTTP to a local Hub and load the result without the package; check the message of every failure."""
 
 import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,11 +16,12 @@ from command_line import CommandLine, hub_environment, run_without_package
 from common import byte_tokenizer, save_text_model, small_model
 from hub_server import DROP, HANG, HubServer, Repo
 from safetensors.torch import load_file, save_file
-from test_conversion import NAMES, REFERENCES, expected_outputs
+from test_convert import NAMES, REFERENCES, expected_outputs
 
 from lr_attnres import LRAttnResForSequenceClassification
-from lr_attnres.clean_process import CleanProcessError
-from lr_attnres.hub_upload import PushError, check_folder, code_files, push, stage_folder
+from lr_attnres.errors import LRAttnResError
+from lr_attnres.folders.clean_process import check_code
+from lr_attnres.hub_upload import check_folder, code_files, copied_files, push, stage_folder
 
 
 WRITER = ("--token", "hf_writer")
@@ -56,11 +58,11 @@ def folder(saved, tmp_path):
 
 
 def commits(hub: HubServer, repo_id: str) -> int:
-    """Without the empty one that a repository begins with."""
+    """The number of commits after the initial, empty one."""
     return len(hub.repo(repo_id).commits) - 1
 
 
-# There and back
+# Push and load
 
 
 LOAD = """
@@ -154,6 +156,7 @@ print(json.dumps({"modules": modules, "imported": "lr_attnres" in sys.modules}))
 """
 
 
+@pytest.mark.compatibility("Released checkpoints, pushed to a Hub and loaded", variants=NAMES)
 def test_all_reference_checkpoints_travel(hub, run, tmp_path):
     for name in NAMES:
         converted = run("convert", REFERENCES / f"{name}.pt", tmp_path / name, "--verify")
@@ -166,7 +169,7 @@ def test_all_reference_checkpoints_travel(hub, run, tmp_path):
     assert all(module.startswith("transformers_modules.writer.") for module in result["modules"])
     for name, logits in torch.load(tmp_path / "outputs.pt", weights_only=True).items():
         expected = expected_outputs(name)["logits"]
-        # Relative to the largest logit, as in test_conversion.py.
+        # Relative to the largest logit, as in tests/folders/test_convert.py.
         assert (logits - expected).abs().max() / expected.abs().max() < 2e-5, name
 
 
@@ -212,7 +215,7 @@ def test_name_without_an_owner(hub, run, folder):
     assert_refused(run("push", "name", folder, "--token", "hf_wrong"), "401", "token is missing or wrong")
 
 
-def test_card_of_ones_own_is_sent_as_it_is(hub, run, folder):
+def test_a_card_written_by_the_user_is_sent_unchanged(hub, run, folder):
     (folder / "README.md").write_text("# Mine\n")
     assert run("push", "writer/name", folder, *WRITER).code == 0
     assert hub.files("writer/name")["README.md"] == b"# Mine\n"
@@ -283,7 +286,6 @@ def test_killed_upload_changes_nothing_and_a_second_run_completes_it(hub, run, s
 
 
 def assert_refused(result, *parts: str) -> None:
-    """Exit code 1 and one line that begins with Error, without a traceback."""
     errors = [line for line in result.err.splitlines() if line.startswith("Error: ")]
     assert result.code == 1 and len(errors) == 1 and result.err.endswith(errors[0] + "\n"), result
     assert "Traceback" not in result.err
@@ -319,9 +321,11 @@ def test_server_errors_and_dropped_connections(hub, run, folder):
         hub.fail("POST", path, 503)
         assert_refused(run("push", "writer/name", folder, *WRITER), "503", "run the same command again later")
         hub.fail("POST", path, DROP)
-        assert_refused(run("push", "writer/name", folder, *WRITER), "connection to the Hub failed", "again to go on")
+        assert_refused(
+            run("push", "writer/name", folder, *WRITER), "connection to the Hub failed", "again to continue"
+        )
     assert commits(hub, "writer/name") == 0
-    hub.fail("PUT", "/lfs/", 503)  # the client tries this one again by itself
+    hub.fail("PUT", "/lfs/", 503)  # the client retries this one
     hub.fail("POST", "/tag/", 500)
     result = run("push", "writer/name", folder, *WRITER)
     assert result.code == 0 and commits(hub, "writer/name") == 1
@@ -367,11 +371,17 @@ def poison(weights):
 
 BAD_FOLDERS = [
     (shutil.rmtree, "is not a folder"),
-    (lambda folder: (folder / "config.json").unlink(), "config.json is missing: save the model"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
-    (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a JSON object"),
-    (lambda folder: edit_json(folder / "config.json", model_type="llama"), "model_type is 'llama', not 'lr_attnres'"),
-    (lambda folder: edit_json(folder / "config.json", depth_key_rank=0), "config.json is not a valid config.*rank"),
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json; give a folder saved with a model"),
+    (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json of .* cannot be used: .* not a valid JSON file",
+    ),
+    (lambda folder: (folder / "config.json").write_text("[]"), "config.json of .* cannot be used: "),
+    (
+        lambda folder: edit_json(folder / "config.json", model_type="llama"),
+        "holds a llama model, not an lr_attnres one",
+    ),
+    (lambda folder: edit_json(folder / "config.json", depth_key_rank=0), "model: `depth_key_rank` is 0; it must"),
     (lambda folder: edit_json(folder / "config.json", auto_map={}), "auto_map does not name the code"),
     (lambda folder: edit_json(folder / "config.json", architectures=["X"]), r"architectures is \['X'\]"),
     (lambda folder: (folder / "depth_routing.py").unlink(), "depth_routing.py is missing"),
@@ -381,22 +391,118 @@ BAD_FOLDERS = [
     (lambda folder: edit_weights(folder, lambda w: w.update(x=torch.ones(1))), "unexpected weights: x"),
     (lambda folder: edit_weights(folder, poison), "NaN or infinite values: model.layers.1.mlp.up_proj.weight"),
     (lambda folder: edit_json(folder / "config.json", vocab_size=50), "does not load in a clean process"),
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"cut"), "does not load in a clean process"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"cut"), "model.safetensors cannot be read"),
+    (
+        lambda folder: edit_weights(folder, lambda w: w.update({"lm_head.weight": torch.ones(257, 32).int()})),
+        "lm_head.weight has dtype I32",
+    ),
+    (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json is not JSON: "),
+    (lambda folder: (folder / "generation_config.json").write_text("[]"), "generation_config.json is not a JSON obj"),
+    (lambda folder: (folder / "added_tokens.json").write_text("3"), "added_tokens.json is not a JSON object"),
+    (lambda folder: (folder / "provenance.json").write_bytes(b"\xff"), "provenance.json is not JSON: "),
+    (
+        lambda folder: edit_json(folder / "generation_config.json", max_new_tokens=-1),
+        "generation_config.json cannot be used: .*max_new_tokens",
+    ),
+    (lambda folder: link_out(folder, "config.json"), "config.json is a link to .*/elsewhere, outside the folder"),
+    (lambda folder: link_out(folder, "model.safetensors"), "model.safetensors is a link to .*, outside the folder"),
+    (lambda folder: link_out(folder, "LICENSE"), "LICENSE is a link to .*, outside the folder"),
+    (lambda folder: os.mkfifo(folder / "LICENSE"), "LICENSE is a pipe, not a file or folder"),
+    (lambda folder: os.mkfifo(folder / "events.log"), "events.log is a pipe, not a file or folder"),
+    (
+        lambda folder: index_elsewhere(folder, "../x.safetensors"),
+        "names '../x.safetensors', which is not a safetensors",
+    ),
+    (lambda folder: index_elsewhere(folder, "/x.safetensors"), "names '/x.safetensors', which is not a safetensors"),
+    (lambda folder: index_elsewhere(folder, "x.safetensors"), "names x.safetensors, which is not in the folder"),
 ]
+
+
+def link_out(folder: Path, name: str) -> None:
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"secret")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(elsewhere)
+
+
+def index_elsewhere(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder / "x.safetensors")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("spoil, message", BAD_FOLDERS, ids=[row[1] for row in BAD_FOLDERS])
 def test_folder_that_must_not_be_sent(spoil, message, folder):
     spoil(folder)
-    with pytest.raises((PushError, CleanProcessError), match=message):
+    with pytest.raises(LRAttnResError, match=message) as raised:
         check_folder(folder)
+    assert "/lr-attnres-" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+CODE = {"AutoTokenizer": ["evil.Evil", None]}
+FOREIGN_CODE = {
+    "tokenizer": lambda folder: edit_json(folder / "tokenizer_config.json", auto_map=CODE, tokenizer_class="Evil"),
+    "tokenizer, old form": lambda folder: edit_json(
+        folder / "tokenizer_config.json", auto_map=["evil.Evil", None], tokenizer_class="Evil"
+    ),
+    "processor": lambda folder: (folder / "processor_config.json").write_text(
+        json.dumps({"auto_map": {"AutoProcessor": "evil.Evil"}})
+    ),
+    "generation config": lambda folder: edit_json(folder / "generation_config.json", custom_generate="evil"),
+    "pipeline": lambda folder: edit_json(folder / "config.json", custom_pipelines={"x": {"impl": "evil.Evil"}}),
+    "nested": lambda folder: edit_json(folder / "config.json", text_config=[{"auto_map": {"AutoModel": "evil.Evil"}}]),
+    "quantization": lambda folder: edit_json(
+        folder / "config.json", quantization_config={"auto_map": {"AutoModel": "evil.Evil"}}
+    ),
+    "model": lambda folder: edit_json(folder / "config.json", auto_map={"AutoConfig": "evil.Evil"}),
+    "kernel": lambda folder: edit_json(folder / "config.json", attn_implementation="owner/evil"),
+    "generate": lambda folder: shutil.copytree(folder / "code", folder / "custom_generate"),
+}
+
+
+@pytest.mark.parametrize("vector", FOREIGN_CODE)
+def test_foreign_code_is_refused_and_does_not_run(vector, folder, tmp_path, monkeypatch):
+    """The checks start no process, so that nothing can run; `evil` tells if it did."""
+    evil = f"open({str(tmp_path / 'was-run')!r}, 'w')\nclass Evil: pass\ndef generate(model, **options): pass\n"
+    (folder / "code").mkdir()
+    for path in (folder / "evil.py", folder / "code" / "generate.py"):
+        path.write_text(evil)
+    FOREIGN_CODE[vector](folder)
+    processes = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: processes.append(args) or run(*args, **options))
+    with pytest.raises(
+        LRAttnResError, match="names code: remove it|would run as code: remove it|auto_map does not name"
+    ):
+        push(folder, "writer/name", dry_run=True)
+    assert not processes and not (tmp_path / "was-run").exists()
+
+
+def test_tokens_may_have_the_names_of_code_fields(folder):
+    (folder / "vocab.json").write_text(json.dumps({"auto_map": 1}))
+    check_code(folder)
+
+
+def test_what_is_checked_is_what_is_sent(folder):
+    (folder / "evil.py").write_text("")
+    (folder / "checkpoint-10").mkdir()
+    with copied_files(folder) as (copy, left_out):
+        assert left_out == ["checkpoint-10", "evil.py"]
+        assert {path.name for path in copy.iterdir()} == {path.name for path in folder.iterdir()} - set(left_out)
+        staged = stage_folder(copy, left_out, check_folder(folder), "writer/name")
+        (folder / "config.json").write_text("{}")
+        sent = {operation.path_in_repo: operation.path_or_fileobj for operation in staged.operations}
+        assert json.loads(Path(sent["config.json"]).read_text())["model_type"] == "lr_attnres"
+        assert Path(sent["model.safetensors"]).samefile(folder / "model.safetensors")
+    assert not copy.exists()
 
 
 def test_only_what_a_user_needs_is_sent(folder):
     names = ["model_backup.safetensors", "model-old.safetensors", "LICENSE_key.pem", "tokenizer_secret.json"]
     for name in names:
         (folder / name).write_text("x")
-    staged = stage_folder(folder, check_folder(folder), "writer/name")
+    with copied_files(folder) as (copy, left_out):
+        staged = stage_folder(copy, left_out, check_folder(folder), "writer/name")
     assert set(names) <= set(staged.left_out)
     sent = {operation.path_in_repo for operation in staged.operations}
     assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"} <= sent
@@ -405,7 +511,7 @@ def test_only_what_a_user_needs_is_sent(folder):
 def test_tokenizer_that_does_not_fit(tmp_path):
     small_model().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(PushError, match="the tokenizer has 257 tokens, the model's vocab_size is 61"):
+    with pytest.raises(LRAttnResError, match="the tokenizer has 257 tokens, the model's vocab_size is 61"):
         check_folder(tmp_path)
 
 

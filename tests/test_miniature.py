@@ -18,9 +18,9 @@ import torch
 import yaml
 
 from lr_attnres import LRAttnResForCausalLM
-from lr_attnres.evaluation import evaluate_folder
-from lr_attnres.metrics import read_metrics
-from lr_attnres.paper import PAPER_VARIANTS
+from lr_attnres.analysis.paper import PAPER_VARIANTS
+from lr_attnres.training.evaluation import evaluate
+from lr_attnres.training.metrics import read_metrics
 
 
 ROOT = Path(__file__).parents[1]
@@ -160,7 +160,7 @@ def test_a_micro_sweep(micro, micro_results):
         assert [record["step"] for record in records] == list(range(1, steps + 1))
         assert result["tokens"] == 128 * steps and result["validation_loss"] == records[-1]["validation_loss"]
         assert result["gradient_norm"] == pytest.approx(sum(r["grad_norm"] for r in records) / steps)
-        found = evaluate_folder(micro / f"work/runs/{name}/model", micro / "work/data")
+        found = evaluate(micro / f"work/runs/{name}/model", micro / "work/data")
         assert result["validation_loss"] == pytest.approx(found.loss, abs=1e-6)
         assert str(micro) not in json.dumps(result)  # nothing of the machine
         routed = result["variant"] != "standard"
@@ -249,7 +249,7 @@ def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch)
     assert page.read_text() == text
 
     empty = report.render(report.Results(sweeps.load_sweep(), tmp_path / "nowhere"))
-    assert "0 of 37 runs" in empty and "![" not in empty and "reproduced" not in empty and "chance" not in empty
+    assert "0 of 63 runs" in empty and "![" not in empty and "reproduced" not in empty and "chance" not in empty
     assert "Of 18 findings of the paper: 18 not run." in empty
 
 
@@ -316,7 +316,7 @@ def full_results(micro_results, tmp_path) -> report.Results:
 
 def test_a_page_of_all_rows(full_results):
     text = report.render(full_results)
-    assert "All 37 runs of the sweep are here." in text and "not run" not in text.lower()
+    assert "All 63 runs of the sweep are here." in text and "not run" not in text.lower()
     assert "attnres in blocks beats the baseline | `attnres-n8`, `standard` | -0.0231 | +0.0" in text
     assert "smallest of 7 (device a CPU, threads 2)" in text and " | 1.050 | " in text
     verdicts = {claim.words: claim.verdict(full_results) for claim in report.claims(full_results.sweep)}
@@ -362,7 +362,7 @@ def test_a_model_whose_weights_are_gone_is_trained_again(micro, micro_results, t
     shutil.copy(micro_results / "sliced-n8-r6-seed0.json", tmp_path / "results")
     monkeypatch.setattr(sys, "argv", ["export.py", *map(str, options)])
     export.main()
-    assert "is not here: training sliced-n8-r6-seed0\n" in capsys.readouterr().out
+    assert "does not exist: training sliced-n8-r6-seed0\n" in capsys.readouterr().out
     again = LRAttnResForCausalLM.from_pretrained(tmp_path / "export/lr-attnres-miniature-sliced-n8-r6").state_dict()
     first = LRAttnResForCausalLM.from_pretrained(micro / "work/runs/sliced-n8-r6-seed0/model").state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)

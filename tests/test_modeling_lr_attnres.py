@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from common import ROUTED, SIZES, VARIANTS, perturb, random_tokens, small_config, small_model
+from common import ROUTED, ROUTED_TYPES, SIZES, VARIANTS, perturb, random_tokens, small_config, small_model
 from oracle import oracle_forward
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +16,7 @@ from lr_attnres import (
     LRAttnResForQuestionAnswering,
     LRAttnResForSequenceClassification,
     LRAttnResForTokenClassification,
+    LRAttnResModel,
 )
 from lr_attnres.depth_routing import depth_block_ends
 
@@ -54,15 +55,17 @@ SWITCHES = [
 ]
 ORACLE_CASES = [{"residual_type": "standard"}, {"residual_type": "standard", "norm_weight": True, "qk_norm": False}]
 ORACLE_CASES += [
-    {"residual_type": kind, "num_depth_blocks": blocks}
-    for kind in ("attnres", "projected", "sliced")
-    for blocks in BLOCK_COUNTS
+    {"residual_type": kind, "num_depth_blocks": blocks} for kind in ROUTED_TYPES for blocks in BLOCK_COUNTS
 ]
 ORACLE_CASES += [
-    {"residual_type": kind, "num_depth_blocks": 3, **switch} for kind in ("projected", "sliced") for switch in SWITCHES
+    {"residual_type": kind, "num_depth_blocks": 3, **switch}
+    for kind in ROUTED_TYPES
+    if kind != "attnres"  # has no rank of its own
+    for switch in SWITCHES
 ]
 
 
+@pytest.mark.compatibility("Forward and every gradient against a float64 oracle", parameter="fields")
 @pytest.mark.parametrize("fields", ORACLE_CASES, ids=str)
 def test_forward_and_every_gradient_agree_with_the_oracle(fields):
     config = LRAttnResConfig(**(SIZES | ODD_SIZES | fields))
@@ -183,7 +186,7 @@ def test_site_0_is_the_identity(variant):
     assert torch.equal(seen["hidden"], model.model.embed_tokens(input_ids))
 
 
-@pytest.mark.parametrize("kind", ["attnres", "projected", "sliced"])
+@pytest.mark.parametrize("kind", ROUTED_TYPES)
 @pytest.mark.parametrize("blocks", [8, 9, 64])
 def test_as_many_blocks_as_sublayers_are_the_full_set(kind, blocks):
     full = small_model("standard", residual_type=kind, num_depth_blocks=None)
@@ -291,8 +294,11 @@ def test_logits_to_keep():
     model, input_ids = small_model(), random_tokens(2, 9)
     logits = model(input_ids).logits
     torch.testing.assert_close(model(input_ids, logits_to_keep=2).logits, logits[:, -2:], **FLOAT32)
-    kept = torch.tensor([0, 4])
+    kept, of_each_row, mask = torch.tensor([0, 4]), torch.tensor([[0, 4, 5], [8, 1, 1]]), input_ids % 2 == 0
     torch.testing.assert_close(model(input_ids, logits_to_keep=kept).logits, logits[:, kept], **FLOAT32)
+    expected = torch.stack([logits[0, [0, 4, 5]], logits[1, [8, 1, 1]]])
+    torch.testing.assert_close(model(input_ids, logits_to_keep=of_each_row).logits, expected, **FLOAT32)
+    torch.testing.assert_close(model(input_ids, logits_to_keep=mask).logits, logits[mask], **FLOAT32)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -304,26 +310,44 @@ def test_inputs_embeds(variant):
         model(input_ids, inputs_embeds=embeds)
 
 
+@torch.no_grad()
 def test_heads():
+    """Each puts the hidden states of the bare model through its own weights."""
     input_ids, labels = random_tokens(2, 9), torch.tensor([0, 2])
+    input_ids[0, 6:] = SIZES["pad_token_id"]  # so that the last token of the first row is its sixth
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def states_of(model: torch.nn.Module) -> torch.Tensor:
+        bare = LRAttnResModel(model.config).eval()
+        bare.load_state_dict(model.model.state_dict())
+        return bare(input_ids).last_hidden_state
+
     model = small_model(model_class=LRAttnResForSequenceClassification, num_labels=3)
-    outputs = model(input_ids, labels=labels)
-    assert outputs.logits.shape == (2, 3) and outputs.loss.isfinite()
+    outputs, last = model(input_ids, labels=labels), states_of(model)[torch.arange(2), [5, 8]]
+    torch.testing.assert_close(outputs.logits, last @ model.score.weight.T)
+    torch.testing.assert_close(outputs.loss, cross_entropy(outputs.logits, labels))
+
     model = small_model(model_class=LRAttnResForTokenClassification, num_labels=3)
     outputs = model(input_ids, labels=input_ids % 3)
-    assert outputs.logits.shape == (2, 9, 3) and outputs.loss.isfinite()
+    torch.testing.assert_close(outputs.logits, states_of(model) @ model.score.weight.T + model.score.bias)
+    torch.testing.assert_close(outputs.loss, cross_entropy(outputs.logits.flatten(0, 1), (input_ids % 3).flatten()))
     assert model.dropout.p == 0.1  # as Transformers' own heads take it
     for rate, expected in {None: 0.1, 0.0: 0.0, 0.5: 0.5}.items():
         config = small_config(classifier_dropout=rate)
         assert LRAttnResForTokenClassification(config).dropout.p == expected
-    model = small_model(model_class=LRAttnResForQuestionAnswering)
-    outputs = model(input_ids, start_positions=torch.tensor([1, 2]), end_positions=torch.tensor([3, 4]))
-    assert outputs.start_logits.shape == outputs.end_logits.shape == (2, 9) and outputs.loss.isfinite()
+
+    model, starts, ends = small_model(model_class=LRAttnResForQuestionAnswering), torch.tensor([1, 2]), labels + 3
+    outputs = model(input_ids, start_positions=starts, end_positions=ends)
+    expected = states_of(model) @ model.qa_outputs.weight.T + model.qa_outputs.bias
+    torch.testing.assert_close(torch.stack([outputs.start_logits, outputs.end_logits], dim=-1), expected)
+    loss = (cross_entropy(outputs.start_logits, starts) + cross_entropy(outputs.end_logits, ends)) / 2
+    torch.testing.assert_close(outputs.loss, loss)
 
 
 # Masks and documents
 
 
+@pytest.mark.compatibility("`eager`, `sdpa`, `flex_attention`: padding")
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -339,6 +363,7 @@ def test_left_and_right_padding_change_nothing(variant, implementation):
     torch.testing.assert_close(right, expected, **FLOAT32)
 
 
+@pytest.mark.compatibility("`eager`, `sdpa`, `flex_attention`: packed documents")
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -355,6 +380,7 @@ def test_packed_documents_do_not_leak(variant, implementation):
 # Training
 
 
+@pytest.mark.compatibility("Gradient checkpointing, reentrant and not")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_checkpointing_changes_nothing(variant, reentrant):
@@ -373,6 +399,7 @@ def test_num_items_in_batch_sets_the_mean():
     torch.testing.assert_close(doubled * 2, loss)
 
 
+@pytest.mark.compatibility("Tied and resized embeddings")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tied_and_resized_embeddings(variant):
     model = small_model(variant, tie_word_embeddings=True)
@@ -388,6 +415,7 @@ def test_tied_and_resized_embeddings(variant):
 # Precision
 
 
+@pytest.mark.compatibility("bfloat16, float16: forward")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_half_precision_is_finite_and_close(variant, dtype):
@@ -403,6 +431,7 @@ def test_half_precision_is_finite_and_close(variant, dtype):
     assert error < 18 * rounding
 
 
+@pytest.mark.compatibility("bfloat16 autocast")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_is_close_and_trains(variant):
     model, input_ids = LRAttnResForCausalLM(small_config(variant)), random_tokens(2, 11)
@@ -459,6 +488,7 @@ def test_norms_of_a_half_model_round_once(dtype):
     torch.testing.assert_close(norm(hidden).double(), exact, rtol=1.001 * torch.finfo(dtype).eps / 2, atol=1e-7)
 
 
+@pytest.mark.compatibility("Queries in float32, saved and loaded again")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", ROUTED)
 def test_queries_stay_float32(variant, dtype, tmp_path):
@@ -485,6 +515,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
+@pytest.mark.compatibility("`torch.compile`, whole model, training")
 @pytest.mark.parametrize(
     "variant, backend",
     [
@@ -520,6 +551,7 @@ def test_one_graph_serves_all_layers_and_lengths(variant, fresh_compiler):
     assert counter.frame_count == 2
 
 
+@pytest.mark.compatibility("`torch.compile`, whole model, inference")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiles_for_inference_without_graph_breaks(variant, fresh_compiler):
     model, input_ids = small_model(variant), random_tokens(2, 11)
@@ -531,6 +563,7 @@ def test_compiles_for_inference_without_graph_breaks(variant, fresh_compiler):
     torch.testing.assert_close(compiled(input_ids).logits, expected, **FLOAT32)
 
 
+@pytest.mark.compatibility("`torch.compile`, layer by layer", refused=ROUTED_TYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_layers_compiled_one_by_one(variant, fresh_compiler):
     """One graph serves every layer of `standard`. Routed layers have a graph each, until the compiler gives up."""
@@ -545,6 +578,21 @@ def test_layers_compiled_one_by_one(variant, fresh_compiler):
                 model(input_ids, use_cache=False)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["standard", "sliced_block"])
+def test_compiles_for_a_number_of_tokens_that_nothing_may_ask_for(variant):
+    """vLLM can trace with unbacked shapes: code that compares such a size with 1, to choose a path, does not trace."""
+    model, tokens = small_model(variant).model, random_tokens(1, 11)
+    expected = model(tokens, use_cache=False).last_hidden_state
+    torch._dynamo.decorators.mark_unbacked(tokens, 1)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    positions = torch.arange(11)[None]
+    torch._dynamo.decorators.mark_unbacked(positions, 1)
+    hidden = compiled(tokens, position_ids=positions, use_cache=False).last_hidden_state
+    torch.testing.assert_close(hidden, expected, **FLOAT32)
+
+
+@pytest.mark.compatibility("`torch.export`, any number of rows and tokens")
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exports(variant):

@@ -7,28 +7,32 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from configparser import ConfigParser
 from email import message_from_bytes
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import lr_attnres
+
 
 ROOT = Path(__file__).parents[1]
-# extra -> the modules that its commands import; "" is the package without any
+# extra -> the modules that its commands import; "" is the package without any extra
 ENTRIES = {
-    "": ["cli", "cost", "hub_upload", "text_generation", "training_arguments", "upgrade"],
-    "train": ["data", "evaluation", "training"],
-    "hub": ["conversion"],
-    "serve": ["serving"],
-    "analysis": ["analysis", "held_out", "plots"],
-    "explore": ["explore"],
+    "": ["cli", "hub_upload", "inference.generate", "folders.upgrade", "training.arguments", "analysis.cost"],
+    "train": ["data.packing", "training.loop", "training.evaluation"],
+    "hub": ["folders.convert"],
+    "serve": ["inference.server", "inference.bounded"],
+    "analysis": ["analysis.routing", "data.held_out", "analysis.plots"],
+    "explore": ["analysis.explorer"],
 }
-REQUIREMENTS = {"yaml": "PyYAML"}  # where the import is called otherwise
+REQUIREMENTS = {"yaml": "PyYAML"}  # packages whose import has another name
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """Built as an index would: from the sdist alone. Works on a copy, where nothing older lies about."""
+    """Built from the sdist alone, of a copy without files of earlier builds."""
     folder = tmp_path_factory.mktemp("packaging")
     source = folder / "source"
     without_data = shutil.ignore_patterns("__pycache__", "*.pt")
@@ -52,7 +56,8 @@ def build(step: str, source: Path, output: Path) -> Path:
 def test_the_wheel_is_the_package(wheel):
     sources = [path for path in (ROOT / "lr_attnres").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     expected = {str(path.relative_to(ROOT)): path.read_bytes() for path in sources}
-    assert {"lr_attnres/py.typed", "lr_attnres/presets/tiny.yaml"} < set(expected)
+    data = {"lr_attnres/py.typed", "lr_attnres/training/presets/tiny.yaml"}
+    assert data | {"lr_attnres/data/corpora/state_of_the_union.jsonl"} < set(expected)
     found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected
 
@@ -80,18 +85,28 @@ def metadata(wheel: zipfile.ZipFile, field: str) -> list[str]:
     return message_from_bytes(wheel.read(name)).get_all(field)
 
 
+def all_modules() -> set[str]:
+    """`cli`, `training.loop`, `training` (a room's `__init__`), and `` (the package's own)."""
+    paths = (path.relative_to(ROOT / "lr_attnres").with_suffix("") for path in (ROOT / "lr_attnres").rglob("*.py"))
+    return {".".join(part for part in path.parts if part != "__init__") for path in paths}
+
+
 def imports_of(module: str) -> tuple[set[str], set[str]]:
-    """Our modules, and packages of others, that importing a module imports: what stands at its top level, outside
-    `try` and `if`."""
-    ours, others = {"__init__"}, set()
-    for node in ast.parse((ROOT / f"lr_attnres/{module}.py").read_text()).body:
+    """Our modules, and packages of others, that importing a module imports: at its top level, outside `try` and `if`,
+    with the `__init__` of the packages that it lies in."""
+    file = ROOT / "lr_attnres" / module.replace(".", "/")
+    is_package = file.is_dir()
+    package = module.split(".") if is_package and module else module.split(".")[:-1]
+    ours, others = {".".join(package[:depth]) for depth in range(len(package) + 1)}, set()
+    for node in ast.parse((file / "__init__.py" if is_package else file.with_suffix(".py")).read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.level:
-            ours |= {node.module} if node.module else {alias.name for alias in node.names}
+            start = package[: len(package) + 1 - node.level]
+            target = ".".join([*start, *([node.module] if node.module else [])])
+            ours |= {target, *(f"{target}.{alias.name}".strip(".") for alias in node.names)}
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             others |= {name.split(".")[0] for name in names}
-    modules = {path.stem for path in (ROOT / "lr_attnres").glob("*.py")}
-    return ours & modules, others - sys.stdlib_module_names
+    return ours & all_modules(), others - sys.stdlib_module_names - {"lr_attnres"}
 
 
 def test_every_package_that_is_imported_is_declared(wheel):
@@ -111,15 +126,28 @@ def test_every_package_that_is_imported_is_declared(wheel):
             imported |= others
         assert {REQUIREMENTS.get(name, name) for name in imported} <= declared, extra or "without an extra"
         reached |= seen
-    assert reached == {path.stem for path in (ROOT / "lr_attnres").glob("*.py")}
+    assert reached == all_modules()
+
+
+def test_vllm_finds_the_plugin(wheel, monkeypatch):
+    """vLLM calls it in each process and then looks for the class by its name in `transformers`."""
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
+    entry_points = ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    module, function = entry_points["vllm.general_plugins"]["lr_attnres"].split(":")
+    modeling, transformers = import_module(lr_attnres.LRAttnResModel.__module__), import_module("transformers")
+    for name in modeling.__all__:
+        monkeypatch.setattr(transformers, name, None, raising=False)
+    getattr(import_module(module), function)()
+    assert transformers.LRAttnResForCausalLM is lr_attnres.LRAttnResForCausalLM
 
 
 def test_every_extra_that_is_named_exists(wheel):
     provided = set(metadata(wheel, "Provides-Extra"))
     named = set()
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md")]
-    for path in [*pages, *(ROOT / "lr_attnres").glob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+    for path in [*pages, *(ROOT / "lr_attnres").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         text = path.read_text()
-        for extras in re.findall(r"(?:lr-attnres|\.)\[([a-z,]+)\]", text) + re.findall(r'_extra\("(\w+)"\)', text):
+        for extras in re.findall(r"(?:lr-attnres|\.)\[([a-z,]+)\]", text) + re.findall(r'extra="(\w+)"', text):
             named |= set(extras.split(","))
     assert {"analysis", "explore", "hub", "serve", "train"} < named <= provided

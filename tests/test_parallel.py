@@ -6,8 +6,9 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from common import ONE_OF_EACH, random_tokens, small_model
 from common import VARIANTS as COMMON_VARIANTS
-from common import random_tokens, small_model
+from compatibility import RESIDUAL_TYPES
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -15,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from lr_attnres import LRAttnResForCausalLM
-from lr_attnres.losses import use_chunked_loss
+from lr_attnres.training.losses import use_chunked_loss
 
 
-VARIANTS = ["standard", "attnres_full", "projected_block", "sliced_block", "sliced_block_weighted_norms"]
+VARIANTS = [*ONE_OF_EACH, "sliced_block_weighted_norms"]
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 
 
@@ -59,6 +60,7 @@ def folders(tmp_path) -> list[Path]:
     return [tmp_path / variant for variant in VARIANTS]
 
 
+@pytest.mark.compatibility("Tensor parallelism", variants=VARIANTS)
 def test_tensor_parallel(folders):
     run_on_two(tensor_parallel, folders, random_tokens(2, 9))
 
@@ -68,6 +70,7 @@ def tensor_parallel(folders, input_ids):
         check_against_one_process(folder, torch.float32, input_ids, tp_size=2)
 
 
+@pytest.mark.compatibility("FSDP2", variants=VARIANTS)
 def test_fsdp(folders):
     run_on_two(fully_sharded, folders, random_tokens(2, 9))
 
@@ -79,6 +82,7 @@ def fully_sharded(folders, input_ids):
             check_against_one_process(folder, torch.bfloat16, input_ids, fsdp_size=2)
 
 
+@pytest.mark.compatibility("DDP", variants=VARIANTS)
 def test_ddp(folders):
     run_on_two(data_parallel, folders, random_tokens(2, 9))
 
@@ -95,12 +99,17 @@ def data_parallel(folders, input_ids):
             torch.testing.assert_close(ours.grad, expected.grad, **CLOSE)
 
 
+@pytest.mark.compatibility("Pipeline parallelism (no plan: stages pass on one tensor)", refused=RESIDUAL_TYPES)
 @pytest.mark.parametrize("variant", COMMON_VARIANTS)
 def test_no_plan_for_pipeline_parallelism(variant):
-    """Its stages pass on one tensor; a model that needs all sources must not claim to fit."""
-    assert not small_model(variant).supports_pp_plan
+    """Its stages pass on one tensor. Without a plan vLLM would cut the model anyway, so the question is refused."""
+    model = small_model(variant)
+    assert not model.pp_plan
+    with pytest.raises(NotImplementedError, match="cannot be cut into pipeline stages.*--tensor-parallel-size"):
+        model.supports_pp_plan  # noqa: B018
 
 
+@pytest.mark.compatibility("Tensor parallelism with the chunked loss", variants=VARIANTS, refused=RESIDUAL_TYPES)
 def test_chunked_loss(folders):
     run_on_two(chunked_loss, folders, random_tokens(2, 9))
 

@@ -18,6 +18,7 @@ def train_a_little(model: torch.nn.Module, input_ids: torch.Tensor, steps: int =
     return losses[0], losses[-1]
 
 
+@pytest.mark.compatibility("PEFT: LoRA on every linear layer, saved, loaded, merged")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lora_on_all_linears(variant, tmp_path):
     base, input_ids = small_model(variant), random_tokens(2, 9)
@@ -35,6 +36,16 @@ def test_lora_on_all_linears(variant, tmp_path):
     torch.testing.assert_close(merged(input_ids).logits, trained, atol=1e-4, rtol=1e-4)
 
 
+def test_lora_needs_target_modules():
+    """As docs/training.md says. Where PEFT gets defaults for our model type, the page can drop it."""
+    with pytest.raises(ValueError, match="target_modules"):
+        get_peft_model(small_model(), LoraConfig(task_type=TaskType.CAUSAL_LM))
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, target_modules=["q_proj", "v_proj"])
+    trained = [name for name, p in get_peft_model(small_model(), config).named_parameters() if p.requires_grad]
+    assert len(trained) == 4 * 2 * 2  # layers, projections, two factors
+
+
+@pytest.mark.compatibility("PEFT: queries beside LoRA")
 @pytest.mark.parametrize("variant", ROUTED)
 def test_queries_train_and_save_beside_an_adapter(variant, tmp_path):
     input_ids = random_tokens(2, 9)
@@ -54,6 +65,7 @@ def test_queries_train_and_save_beside_an_adapter(variant, tmp_path):
     torch.testing.assert_close(reloaded(input_ids=input_ids).logits, trained)
 
 
+@pytest.mark.compatibility("PEFT: prompt tuning")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompt_tuning(variant):
     input_ids = random_tokens(2, 9)

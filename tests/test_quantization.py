@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, QuantoConfig
 from lr_attnres import LRAttnResForCausalLM
 
 
+@pytest.mark.compatibility("Quanto int8 weights, in float32 and bfloat16")
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -25,13 +25,14 @@ from lr_attnres import LRAttnResForCausalLM, LRAttnResForSequenceClassification
 
 CODE_FILES = {
     "configuration_lr_attnres.py",
-    "depth_read.py",
+    "depth_state.py",
     "depth_routing.py",
     "depth_routing_triton.py",
     "modeling_lr_attnres.py",
 }
 
 
+@pytest.mark.compatibility("Save and load")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip(variant, tmp_path):
     model, input_ids = small_model(variant), random_tokens(2, 7)
@@ -75,6 +76,7 @@ def test_missing_weights_are_initialised(tmp_path):
     assert not model.model.depth_queries.weight.any()
 
 
+@pytest.mark.compatibility("Layers on the CPU and on disk (`device_map`)")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_disk_offload(variant, tmp_path):
     model, input_ids = small_model(variant), random_tokens(2, 7)
@@ -144,6 +146,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.compatibility("Remote code without this package")
 @pytest.mark.parametrize("variant", ["standard", "attnres_full", "projected_block", "sliced_block_weighted_norms"])
 def test_remote_code(variant, tmp_path):
     model = small_model(variant)

@@ -1,6 +1,6 @@
-"""Every command and every Python snippet of the README and of docs/ runs, in the order in which a reader meets them.
+"""Every command and every Python snippet of the README and of docs/ runs, page by page, from top to bottom.
 
-Repositories that the commands name are on a Hub of the test's own: small models of the same kind.
+The Hub repositories that the commands name are small models on a local server.
 """
 
 import io
@@ -15,37 +15,44 @@ from command_line import CommandLine, hub_environment
 from common import save_text_model
 from fetched import cl100k_ranks
 from hub_server import HubServer, Repo
-from test_conversion import REFERENCES
+from test_convert import REFERENCES
 from test_upgrade import save_source
 
-from lr_attnres.tokenizer import CL100K_VOCAB_SIZE
+from lr_attnres import cli
+from lr_attnres.data.tokenizers import CL100K_VOCAB_SIZE
 
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-# What a test cannot run as it stands, and why that is all right.
+# Text of a snippet that this test does not run -> why, and which test covers it.
 NOT_RUN = {
-    "make ": "`make test` is what runs this; test_quickstart runs what `make demo` does",
-    "pip install": "test_packaging.py looks at the wheel and its extras",
-    "accelerate launch": "needs several GPUs; test_training_parallel.py launches two processes",
+    "make ": "`make test` runs this test; test_examples.py runs what `make demo` runs",
+    "pip install": "test_packaging.py checks the wheel and its extras",
+    "accelerate launch": "needs several GPUs; test_loop_parallel.py launches two processes",
     "openbmb/Ultra-FineWeb": "10 billion tokens; test_documents.py streams a dataset",
-    "lr-attnres serve": "runs until it is stopped; test_serving.py",
-    "lr-attnres explore": "runs until it is stopped; test_explore.py",
-    "python benchmarks/": "minutes each; test_benchmarks.py",
+    "lr-attnres serve": "runs until it is stopped; test_server.py",
+    "lr-attnres explore": "runs until it is stopped; test_explorer.py",
     "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
-    "from openai import": "needs the server; test_serving.py runs it",
+    "from openai import": "needs the server; test_server.py runs it",
+    "vllm": "needs an environment of its own; served_by_vllm.py",
+    "VLLM": "needs an environment of its own; served_by_vllm.py",
+    "pip uninstall": "would change this environment; `make test-vllm` does it in its own",
 }
-# Training for as long as the README says would take minutes.
+# Training for as long as the pages say would take minutes.
 SHORTER = {"train": ["--steps", "2", "--warmup-steps", "1"]}
+# A fenced block, or a command in a table, which is never in the first column.
+SNIPPET = re.compile(r"```(bash|python)\n(.*?)```|(?<=\S )\| `(lr-attnres [^`\n]+)` \|", flags=re.DOTALL)
 
 
 def snippets(page: Path) -> list[tuple[str, str]]:
     """("bash", one command) or ("python", a whole block)."""
     found = []
-    for language, text in re.findall(r"```(bash|python)\n(.*?)```", page.read_text(), flags=re.DOTALL):
-        text = text.replace("\\\n", " ")
-        parts = text.splitlines() if language == "bash" else [text]
-        found += [(language, part) for part in parts if part.strip() and not part.startswith("#")]
+    for language, block, cell in SNIPPET.findall(page.read_text()):
+        if language == "python":
+            found.append(("python", block))
+            continue
+        lines = [cell] if cell else block.replace("\\\n", " ").splitlines()
+        found += [("bash", line) for line in lines if line.strip() and not line.startswith("#")]
     return found
 
 
@@ -54,7 +61,7 @@ def is_run(text: str) -> bool:
 
 
 def released_checkpoint() -> bytes:
-    """A small one of the author's code, with as many tokens as the real ones have."""
+    """A small checkpoint of the author's code with the vocabulary of the real ones."""
     checkpoint = torch.load(REFERENCES / "plr_block3_r8.pt", weights_only=True)
     checkpoint["model_args"]["vocab_size"] = CL100K_VOCAB_SIZE
     for name in ("transformer.wte.weight", "lm_head.weight"):
@@ -67,7 +74,7 @@ def released_checkpoint() -> bytes:
 
 @pytest.fixture
 def reader(tmp_path):
-    """The command line of someone who reads the pages in a folder of their own."""
+    """A command line in an empty folder."""
     with HubServer() as hub:
         save_source(tmp_path / "qwen", "qwen3", hidden_size=64, max_position_embeddings=256)
         released = {"final_model.pt": hub.store(released_checkpoint(), lfs=True)}
@@ -84,8 +91,8 @@ def reader(tmp_path):
             yield run, folder
 
 
-def take_for_granted(folder: Path, token_data: Path) -> None:
-    """Models and text, for the pages that look at them."""
+def make_expected_files(folder: Path, token_data: Path) -> None:
+    """The models and the text that a page expects from another one."""
     for name in ("run/model", "a", "b", "c"):
         save_text_model(folder / "outputs" / name)
     shutil.copytree(token_data, folder / "outputs/data")
@@ -99,7 +106,7 @@ RUN = [page for page in PAGES if any(is_run(text) for _, text in snippets(page))
 def test_every_snippet_runs(page, reader, token_data):
     run, folder = reader
     if page.stem in ("diagnostics", "numerics"):
-        take_for_granted(folder, token_data)
+        make_expected_files(folder, token_data)
     for language, text in snippets(page):
         if not is_run(text):
             continue
@@ -112,36 +119,31 @@ def test_every_snippet_runs(page, reader, token_data):
         assert result.code == 0, f"{text}\n{result.err}"
 
 
-def test_what_is_not_run_is_there():
-    """A pattern that no page has any more is removed."""
+def test_every_command_parses():
+    """Also those that are not run."""
+    commands = [text for page in PAGES for _, text in snippets(page) if text.startswith("lr-attnres ")]
+    assert {command.split()[1] for command in commands} == set(cli.COMMANDS)
+    for command in commands:
+        cli.make_parser().parse_args(shlex.split(command, comments=True)[1:])
+
+
+def test_every_exception_is_needed():
     texts = [text for page in PAGES for _, text in snippets(page)]
     assert [pattern for pattern in NOT_RUN if not any(pattern in text for text in texts)] == []
 
 
 def test_what_the_pages_name_exists():
     """Tests, their files, and links to other pages."""
-    tests = "".join(path.read_text() for path in ROOT.glob("tests/*.py"))
-    for page in PAGES:
+    files = {path.name: path.read_text() for path in ROOT.glob("tests/**/*.py")}
+    tests = "".join(files.values())
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         text = page.read_text()
         missing = [name for name in re.findall(r"\btest_\w+(?!\w*\.py)\b", text) if f"def {name}(" not in tests]
-        files = re.findall(r"\b(?:tests/)?(test_\w+\.py)", text)
-        missing += [name for name in files if not (ROOT / "tests" / name).exists()]
-        missing += [link for link in re.findall(r"\]\(([^)#:]+\.md)\)", text) if not (page.parent / link).exists()]
+        missing += [name for name in re.findall(r"\b(test_\w+\.py)", text) if name not in files]
+        paths = re.findall(r"\b((?:tests|examples|benchmarks|docs)/[\w/]+\.(?:py|sh|yaml|jsonl|md))\b", text)
+        missing += [path for path in paths if not any((folder / path).exists() for folder in (ROOT, page.parent))]
+        missing += [link for link in re.findall(r"\]\(([^)#:]+\.md)", text) if not (page.parent / link).exists()]
         assert missing == [], page
-
-
-def test_the_file_map_is_complete():
-    """Each file has its promise in the README, and no promise is left of one that is gone."""
-    map_of_files = (ROOT / "README.md").read_text().split("\n## Files\n")[1].split("\n## ")[0]
-    named = {Path(name).name for name in re.findall(r"`([^`\s]+)`", map_of_files)}
-    folders = ("lr_attnres", "examples", "examples/miniature", "benchmarks", "docs", "tests")
-    files = [path.name for folder in folders for path in (ROOT / folder).glob("*.py")]
-    assert [name for name in files if not name.startswith("test_") and name not in named] == []
-    listed = re.findall(r"^\| (`.*?`) \|", map_of_files, flags=re.MULTILINE)
-    for row in listed:
-        first, *others = re.findall(r"`(.*?)`", row)
-        paths = [ROOT / first, *((ROOT / first).parent / other for other in others)]
-        assert [path for path in paths if not (path.exists() or (ROOT / path.name).exists())] == [], row
 
 
 def test_the_figure_of_the_architecture_is_drawn_from_the_code(monkeypatch):

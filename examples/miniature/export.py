@@ -1,6 +1,6 @@
-"""The best model of each residual type as a folder ready for `lr-attnres push`: code, tokenizer and card.
+"""Export the best model of each residual type as a folder for `lr-attnres push`, with code, tokenizer and card.
 
-Weights are not committed: a model that is not in the work folder is trained again first, by the recipe of its result.
+Weights are not in this repository: a model that is missing in the work folder is trained again first.
 """
 
 import argparse
@@ -13,14 +13,13 @@ from sweep import RESULTS, SWEEP, Sweep, load_sweep, run_folder
 from transformers import AutoTokenizer
 
 from lr_attnres import LRAttnResForCausalLM
-from lr_attnres.clean_process import CleanProcessError
+from lr_attnres.folders.card import model_card, read_provenance, write_provenance
+from lr_attnres.folders.staging import check_absent, staged_folder
 from lr_attnres.hub_upload import check_folder
-from lr_attnres.model_card import model_card, read_provenance, write_provenance
-from lr_attnres.model_folder import check_absent, staged_folder
 
 
 def best_runs(results: Results) -> dict[str, dict]:
-    """residual type -> the result with the lowest validation loss, of the rows trained from the start."""
+    """residual type -> the result with the lowest validation loss among the rows trained from random weights."""
     best = {}
     for row in results.sweep.rows:
         for result in results.rows.get(row, {}).values():
@@ -31,12 +30,12 @@ def best_runs(results: Results) -> dict[str, dict]:
 
 
 def export(sweep: Sweep, result: dict, work: Path, output: Path, text: list[str] | None = None) -> Path:
-    """Save the model anew, so that it carries the installed code, and load it as a stranger would."""
+    """Save the model again, with the installed version of the code, and check that it loads without this package."""
     run, target = sweep.run(result["row"], result["seed"]), output / f"lr-attnres-miniature-{result['row']}"
     check_absent(target)
     source = run_folder(work, run) / "model"
     if not source.is_dir():
-        print(f"{source} is not here: training {run.name}", flush=True)
+        print(f"{source} does not exist: training {run.name}", flush=True)
         source = train_row(sweep, run, prepare_text(sweep, work, text), work)
     elif read_provenance(source)["recipe"] != result["recipe"]:
         raise ValueError(f"{source} is not the model of the result, but of another recipe: choose another --work.")
@@ -67,7 +66,7 @@ def main() -> None:
             raise ValueError(f"{options.results} has no results: run `run.py` first.")
         for result in best.values():
             print(export(sweep, result, options.work, options.output, options.text), flush=True)
-    except (OSError, ValueError, CleanProcessError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"Error: {error}")
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a trained row: its loss, gradient norms, cost and depth statistics, as JSON; and back again."""
+"""The result of a run as JSON: loss, gradient norms, cost and depth statistics."""
 
 import json
 import statistics
@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from sweep import Run, Sweep
 
-from lr_attnres import LRAttnResForCausalLM
-from lr_attnres.analysis import DepthAnalysis, analyze_model
-from lr_attnres.cost import num_parameters
-from lr_attnres.data import PackedTokens
-from lr_attnres.held_out import make_batches
-from lr_attnres.metrics import METRICS_FILE, read_metrics
-from lr_attnres.model_card import read_provenance
-from lr_attnres.training import data_hash
+from lr_attnres import LRAttnResForCausalLM, PackedTokens, analyze_model
+from lr_attnres.analysis.cost import num_parameters
+from lr_attnres.analysis.routing import DepthAnalysis
+from lr_attnres.data.held_out import make_batches
+from lr_attnres.folders.card import read_provenance
+from lr_attnres.training.metrics import METRICS_FILE, read_metrics
 
 
 DIGITS = 5
@@ -24,7 +22,7 @@ DEPTH = ("effective_sources", "depth_weights", "shares", "query_norms", "output_
 
 
 def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str, Any]:
-    """The result of a finished run. The validation loss is over all held-out tokens."""
+    """The result of a finished run. The validation loss covers all held-out tokens."""
     records = read_metrics(model_folder.parent / METRICS_FILE)
     validation = PackedTokens(data, "validation")
     model = LRAttnResForCausalLM.from_pretrained(model_folder).eval()
@@ -47,7 +45,7 @@ def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str,
         "parameters": num_parameters(model.config),
         "config": model.config.to_diff_dict(),
         "recipe": read_provenance(model_folder)["recipe"],
-        "data": data_hash(validation.manifest),
+        "data": validation.manifest.training_hash(),
         "num_layers": analysis.num_layers,
         "block_ends": analysis.block_ends,
         "curve": _curve(records),
@@ -56,7 +54,7 @@ def measure(sweep: Sweep, run: Run, model_folder: Path, data: Path) -> dict[str,
 
 
 def _curve(records: list[dict]) -> dict[str, list[float]]:
-    """Means over equal parts of the run."""
+    """Training curves, averaged over at most CURVE_POINTS equal parts of the run."""
     width = -(-len(records) // CURVE_POINTS)
     parts = [records[start : start + width] for start in range(0, len(records), width)]
     curve = {"tokens": [part[-1]["tokens"] for part in parts]}
@@ -66,7 +64,7 @@ def _curve(records: list[dict]) -> dict[str, list[float]]:
 
 
 def _rounded(tensor: torch.Tensor) -> list:
-    """Without the NaN behind the last source of a site."""
+    """Nested lists, without the NaN that pad the rows of sites with fewer sources."""
     if tensor.ndim == 1:
         return [round(value, DIGITS) for value in tensor.tolist()]
     return [_rounded(row[~row.isnan()]) for row in tensor]
@@ -77,7 +75,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def as_analysis(result: dict[str, Any]) -> DepthAnalysis:
-    """What the figures of the package are drawn from."""
+    """The inverse of `measure`, for the figures of the package."""
     rows = [torch.tensor(row, dtype=torch.float64) for row in result["depth"]["depth_weights"]]
     tensors = {
         name: torch.tensor(values, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Writes the results into docs/miniature.md: tables beside the paper's, claims checked one by one, and figures.
+"""Write the results into docs/miniature.md and README.md: tables, the paper's claims with verdicts, and figures.
 
-Everything between the two marks of the page comes from the JSON files; rows that are not there are said to be missing.
+All text between the two marks of a page comes from the JSON files. Rows without results are listed as missing.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import numpy as np
 from measure import as_analysis, read_result
 from sweep import BASELINE, HERE, RESULTS, SWEEP, Sweep, load_sweep
 
-from lr_attnres.paper import PAPER_TABLE, PaperRow
+from lr_attnres.analysis.paper import PAPER_TABLE, PaperRow
 
 
 PAGE = HERE.parents[1] / "docs/miniature.md"
 README = HERE.parents[1] / "README.md"
 FIGURES = "miniature"  # folder beside the page
 BEGIN, END = "<!-- results: python examples/miniature/report.py -->", "<!-- end of results -->"
-# Student's t, 97.5 %, by degrees of freedom: two-sided intervals of 95 %.
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom, for two-sided intervals of 95 %
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
 KEY = {"attnres": "attnres-n8", "sliced": "sliced-n8-r6", "projected": "projected-n8-r3"}
 FULL = {"attnres": "attnres-full", "sliced": "sliced-full-r6", "projected": "projected-full-r3"}
@@ -32,7 +32,7 @@ RANKS = [("sliced-full-r2", "sliced-full-r48"), ("projected-full-r2", "projected
 
 
 class Results:
-    """The results of a folder by row and seed, and the differences between rows."""
+    """The results in a folder by row and seed, and the differences between rows."""
 
     def __init__(self, sweep: Sweep, folder: Path):
         self.sweep, self.rows = sweep, {}
@@ -48,17 +48,17 @@ class Results:
         return [result[name] for _, result in sorted(self.rows.get(row, {}).items())]
 
     def differences(self, row: str, other: str, name: str = "validation_loss") -> list[float]:
-        """`row` minus `other`, for the seeds that both have: these saw the same text in the same order."""
+        """`row` minus `other` for each common seed. Runs with the same seed saw the same text in the same order."""
         ours, theirs = self.rows.get(row, {}), self.rows.get(other, {})
         return [ours[seed][name] - theirs[seed][name] for seed in sorted(ours.keys() & theirs.keys())]
 
     def noise(self, row: str, name: str = "validation_loss") -> tuple[float, int] | None:
-        """Standard deviation of a single value beyond what its row and its seed add to it, and its degrees of freedom.
+        """Standard deviation of a value around the sum of a row effect and a seed effect, and its degrees of freedom.
 
-        Fitted to all rows that are trained as `row` is: from the start, or on from a baseline. A seed, which is one
-        order of the text, moves all rows together; a row of one seed tells nothing."""
+        The fit uses all rows trained like `row`: from random weights, or continued from a baseline. The seed decides
+        the order of the text, which shifts all rows alike. A row with one seed adds no degree of freedom."""
         family = self.sweep.continued if row in self.sweep.continued else self.sweep.rows
-        cells = {(one, seed): result[name] for one in family for seed, result in self.rows.get(one, {}).items()}
+        cells = {(member, seed): r[name] for member in family for seed, r in self.rows.get(member, {}).items()}
         effects = sorted({effect for cell in cells for effect in cell}, key=str)
         design = np.array([[effect in cell for effect in effects] for cell in cells], dtype=float)
         freedom = len(cells) - int(np.linalg.matrix_rank(design)) if cells else 0
@@ -138,7 +138,7 @@ def main_table(results: Results) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that the paper finds: `row` lies below `other` in `name`, or above it."""
+    """A finding of the paper: the sign of `row` minus `other` in the quantity `name`."""
 
     words: str
     row: str
@@ -162,34 +162,34 @@ class Claim:
 
 
 def claims(sweep: Sweep) -> list[Claim]:
-    """Those whose rows the sweep has."""
-    said = [Claim(f"{kind} in blocks beats the baseline", row, BASELINE) for kind, row in KEY.items()]
-    said += [Claim(f"{kind}, full, beats the baseline", row, BASELINE) for kind, row in FULL.items()]
+    """The claims whose rows are in the sweep."""
+    found = [Claim(f"{kind} in blocks beats the baseline", row, BASELINE) for kind, row in KEY.items()]
+    found += [Claim(f"{kind}, full, beats the baseline", row, BASELINE) for kind, row in FULL.items()]
     for sources, rows in {"full": FULL, "in blocks": KEY}.items():
-        said.append(Claim(f"sliced beats attnres, {sources}", rows["sliced"], rows["attnres"]))
-        said.append(Claim(f"projected beats sliced, {sources}", rows["projected"], rows["sliced"]))
-    said += [Claim(f"{kind}: blocks beat full", KEY[kind], FULL[kind]) for kind in ("sliced", "projected")]
-    said.append(Claim("attnres: full beats 8 blocks", FULL["attnres"], KEY["attnres"]))
-    said += [Claim(f"{low.split('-')[0]}, full: a higher rank beats a lower one", high, low) for low, high in RANKS]
+        found.append(Claim(f"sliced beats attnres, {sources}", rows["sliced"], rows["attnres"]))
+        found.append(Claim(f"projected beats sliced, {sources}", rows["projected"], rows["sliced"]))
+    found += [Claim(f"{kind}: blocks beat full", KEY[kind], FULL[kind]) for kind in ("sliced", "projected")]
+    found.append(Claim("attnres: full beats 8 blocks", FULL["attnres"], KEY["attnres"]))
+    found += [Claim(f"{low.split('-')[0]}, full: a higher rank beats a lower one", high, low) for low, high in RANKS]
     for kind in ("sliced", "projected"):
-        said.append(Claim(f"{kind} keys, full, lower the gradient norm", FULL[kind], BASELINE, "gradient_norm"))
-    said.append(Claim("attnres, full, raises the gradient norm", FULL["attnres"], BASELINE, "gradient_norm"))
-    return [claim for claim in said if claim.row in sweep.rows and claim.other in sweep.rows]
+        found.append(Claim(f"{kind} keys, full, lower the gradient norm", FULL[kind], BASELINE, "gradient_norm"))
+    found.append(Claim("attnres, full, raises the gradient norm", FULL["attnres"], BASELINE, "gradient_norm"))
+    return [claim for claim in found if claim.row in sweep.rows and claim.other in sweep.rows]
 
 
 def claims_table(results: Results) -> str:
     rows = []
     for claim in claims(results.sweep):
-        here = difference_text(results, claim.row, claim.other, claim.name)
+        difference = difference_text(results, claim.row, claim.other, claim.name)
         seeds = str(len(results.differences(claim.row, claim.other, claim.name)))
         compared = f"`{claim.row}`, `{claim.other}`"
         paper = f"{claim.paper(results.sweep):+.4f}"
-        rows.append([claim.words, compared, paper, here, seeds, claim.verdict(results)])
+        rows.append([claim.words, compared, paper, difference, seeds, claim.verdict(results)])
     return table(["what the paper finds", "compared here", "paper", "here", "seeds", "verdict"], rows)
 
 
 def summary(results: Results) -> str:
-    """The verdicts in one sentence; README has it too."""
+    """The verdicts in one sentence, also shown in the README."""
     verdicts = Counter(claim.verdict(results) for claim in claims(results.sweep))
     counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
     return f"Of {sum(verdicts.values())} findings of the paper: {counts}."
@@ -214,7 +214,7 @@ def continued_table(results: Results) -> str:
 
 
 def continued_text(results: Results) -> str:
-    """What the further tokens gain, and what the upgrade gains beside that."""
+    """The gain from the additional tokens, and the additional gain from the upgrade."""
     first, *others = results.sweep.continued
     gains = results.differences(first, BASELINE)
     if not gains:
@@ -242,10 +242,10 @@ def noise_text(results: Results) -> str:
 
 
 def missing_text(results: Results) -> str:
-    there = {(row, seed) for row, seeds in results.rows.items() for seed in seeds}
+    finished = {(row, seed) for row, seeds in results.rows.items() for seed in seeds}
     missing: dict[str, list[int]] = {}
     for run in results.sweep.runs():
-        if (run.row, run.seed) not in there:
+        if (run.row, run.seed) not in finished:
             missing.setdefault(run.row, []).append(run.seed)
     total, left = len(results.sweep.runs()), sum(map(len, missing.values()))
     if not missing:
@@ -265,8 +265,8 @@ def timing_text(results: Results) -> str:
 
 
 def figures(results: Results) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """name -> caption and what draws it, for those that there are results for."""
-    from lr_attnres import plots
+    """name -> caption and drawing function, for each figure that has results."""
+    from lr_attnres.analysis import plots
 
     firsts = {row: as_analysis(seeds[min(seeds)]) for row, seeds in results.rows.items() if row in results.sweep.rows}
     compared = [row for row in (*FULL.values(), *KEY.values()) if row in firsts]
@@ -289,7 +289,7 @@ def figures(results: Results) -> dict[str, tuple[str, Callable[[], Any]]]:
 def gradient_norms(results: Results) -> Any:
     from matplotlib.figure import Figure
 
-    from lr_attnres import plots
+    from lr_attnres.analysis import plots
 
     figure = Figure(figsize=(7.5, 4.4), layout="constrained")
     axes = figure.subplots()
@@ -304,7 +304,7 @@ def gradient_norms(results: Results) -> Any:
 
 
 def render(results: Results) -> str:
-    """What stands between the marks of the page."""
+    """The text between the marks of the page."""
     sections = [missing_text(results), main_table(results)]
     sections.append(
         "± is half the width of a 95 % interval (Student's t): of a mean over seeds, by their spread; of a difference "
@@ -322,21 +322,21 @@ def render(results: Results) -> str:
 
 
 def render_briefly(results: Results) -> str:
-    """What README shows: the rows that were trained from the start, and the verdicts."""
+    """The text for the README: the rows trained from random weights, and the verdicts."""
     heads = ["row", "seeds", "validation loss", "against `standard`", "the paper's row", "its difference"]
     baseline, rows = paper_row(BASELINE).validation_loss, []
     for row, variant in results.sweep.rows.items():
         if row in results.rows:
             loss, paper = mean_text(results.values(row, "validation_loss")), paper_row(variant).validation_loss
-            difference = "-" if row == BASELINE else f"{paper - baseline:+.4f}"
-            seeds, here = str(len(results.rows[row])), difference_text(results, row, BASELINE)
-            rows.append([f"`{row}`", seeds, loss, here, f"`{variant}`", difference])
-    there, total = sum(map(len, results.rows.values())), len(results.sweep.runs())
-    return f"{table(heads, rows)}\n\n{there} of {total} runs are done. {summary(results)}"
+            paper_difference = "-" if row == BASELINE else f"{paper - baseline:+.4f}"
+            seeds, difference = str(len(results.rows[row])), difference_text(results, row, BASELINE)
+            rows.append([f"`{row}`", seeds, loss, difference, f"`{variant}`", paper_difference])
+    finished, total = sum(map(len, results.rows.values())), len(results.sweep.runs())
+    return f"{table(heads, rows)}\n\n{finished} of {total} runs are done. {summary(results)}"
 
 
 def fill(page: Path, begin: str, end: str, content: str) -> None:
-    """Replace what stands between two marks of a page."""
+    """Replace the text between two marks of a page."""
     text = page.read_text()
     if not re.search(f"{re.escape(begin)}.*{re.escape(end)}", text, flags=re.DOTALL):
         raise ValueError(f"{page} lacks the marks {begin} and {end}.")
@@ -347,7 +347,7 @@ def fill(page: Path, begin: str, end: str, content: str) -> None:
 def draw(results: Results, folder: Path) -> None:
     import matplotlib
 
-    from lr_attnres.plots import STYLE
+    from lr_attnres.analysis.plots import STYLE
 
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
@@ -360,7 +360,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--sweep", type=Path, default=SWEEP, help="default: %(default)s")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
-    parser.add_argument("--readme", type=Path, help="default: README.md, if the page is that of this repository")
+    parser.add_argument("--readme", type=Path, help="default: README.md, if --page is not given")
     options = parser.parse_args()
     if options.page == PAGE:
         options.readme = options.readme or README

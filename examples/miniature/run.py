@@ -1,6 +1,6 @@
-"""The paper in miniature: fetches text, trains every row of `sweep.yaml` one after the other, writes a JSON per row.
+"""The paper in miniature: download text, train every run of `sweep.yaml` in order, write one JSON file per run.
 
-Stop it at any time and start it again: finished rows are not run again, an interrupted one goes on from its last
+You can stop it at any time and start it again: it skips finished runs and resumes an interrupted run from its last
 checkpoint.
 """
 
@@ -18,10 +18,8 @@ import yaml
 from measure import measure
 from sweep import RESULTS, SWEEP, Run, Sweep, load_sweep, run_folder, start_folder
 
-from lr_attnres.data import prepare
-from lr_attnres.model_card import read_provenance
-from lr_attnres.upgrade import upgrade_model
-from lr_attnres.variants import variant_fields
+from lr_attnres import prepare_data, upgrade_model, variant_fields
+from lr_attnres.folders.card import read_provenance
 
 
 def result_file(results: Path, run: Run) -> Path:
@@ -29,16 +27,15 @@ def result_file(results: Path, run: Run) -> Path:
 
 
 def is_finished(sweep: Sweep, run: Run, results: Path) -> bool:
-    """Whether the result is there; one of another recipe is refused, so that no two are mixed."""
+    """Whether the result exists. Raises if it was made with another recipe, so that recipes are never mixed."""
     path = result_file(results, run)
     if not path.exists():
         return False
     recipe = json.loads(path.read_text())["recipe"]
-    asked = sweep.arguments(run, Path(), Path()).bound()
-    for name in asked:
-        if recipe.get(name) != asked[name]:
+    for name, value in sweep.arguments(run, Path(), Path()).bound().items():
+        if recipe.get(name) != value:
             raise ValueError(
-                f"{path} was made with `{name}` = {recipe.get(name)}, this sweep has {asked[name]}: choose another "
+                f"{path} was made with `{name}` = {recipe.get(name)}, this sweep has {value}: choose another "
                 "--results folder."
             )
     return True
@@ -47,12 +44,12 @@ def is_finished(sweep: Sweep, run: Run, results: Path) -> bool:
 def prepare_text(sweep: Sweep, work: Path, text: list[str] | None) -> Path:
     """The folder of packed tokens."""
     files = text or corpus.fetch(work / "text")
-    prepare(files, work / "data", **sweep.data)
+    prepare_data(files, work / "data", **sweep.data)
     return work / "data"
 
 
 def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
-    """Train in a process of its own, from the last checkpoint on if there is one; returns the model's folder."""
+    """Train in a separate process, which resumes from the last checkpoint if any; returns the model folder."""
     args, model = sweep.arguments(run, data, work), run_folder(work, run) / "model"
     if model.exists():
         if read_provenance(model)["recipe"] != args.bound():
@@ -62,7 +59,7 @@ def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
         return model
     if run.is_continued:
         prepare_start(sweep, run, data, work)
-    recipe = work / "recipes" / f"{run.name}.yaml"  # one each: another process may be training another row
+    recipe = work / "recipes" / f"{run.name}.yaml"  # one file per run: another process may be training another run
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(yaml.safe_dump(sweep.recipe_of(run), sort_keys=False))
     flags = ["--data", args.data, "--output-dir", args.output_dir, "--variant", args.variant]
@@ -71,37 +68,37 @@ def train_row(sweep: Sweep, run: Run, data: Path, work: Path) -> Path:
     command = [sys.executable, "-m", "lr_attnres.cli", "train", str(recipe), *flags, "--resume"]
     code = call(command)
     if code in (130, 143):
-        raise SystemExit(code)  # it was stopped, with a checkpoint
+        raise SystemExit(code)  # training was stopped and saved a checkpoint
     if code:
         raise ValueError(f"training ended with code {code}, see above.")
     return model
 
 
 def prepare_start(sweep: Sweep, run: Run, data: Path, work: Path) -> None:
-    """What a continued run starts from: the baseline of the same seed, trained if it is not in `work`, and upgraded if
-    the run is another variant."""
+    """Make the start of a continued run: train the baseline of the same seed if it is missing in `work`, and upgrade
+    it if the run has another variant."""
     baseline, start = train_row(sweep, run.baseline, data, work), start_folder(work, run)
     if not start.exists():
         upgrade_model(baseline, start, **variant_fields(run.variant), seed=run.seed)
 
 
 def call(command: list[str]) -> int:
-    """Run a command; being told to stop means telling it, waiting until it has saved, and stopping too."""
-    told: list[int] = []
-    with subprocess.Popen(command, start_new_session=True) as child:  # so that Ctrl-C reaches it once, through us
+    """Run a command. Forward SIGTERM and SIGINT to it, wait until it has saved a checkpoint, then exit."""
+    received: list[int] = []
+    with subprocess.Popen(command, start_new_session=True) as child:  # a new session gets Ctrl-C only from `forward`
 
-        def tell(number: int, frame: object) -> None:
-            told.append(number)
+        def forward(number: int, frame: object) -> None:
+            received.append(number)
             child.send_signal(number)
 
-        before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             code = child.wait()
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
-    if told:
-        raise SystemExit(128 + told[0])
+    if received:
+        raise SystemExit(128 + received[0])
     return code
 
 
@@ -113,7 +110,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def run_sweep(sweep: Sweep, runs: list[Run], work: Path, results: Path, text: list[str] | None = None) -> list[str]:
-    """Run what has no result yet; returns what failed, a line each. A row that fails does not stop the others."""
+    """Run all runs without a result; returns one line per failed run. A failed run does not stop the others."""
     left = [run for run in runs if not is_finished(sweep, run, results)]
     print(f"{len(runs) - len(left)} of {len(runs)} runs are finished, {len(left)} to go", flush=True)
     data = prepare_text(sweep, work, text) if left else None
@@ -121,7 +118,7 @@ def run_sweep(sweep: Sweep, runs: list[Run], work: Path, results: Path, text: li
     for number, run in enumerate(left, start=1):
         print(f"\n[{number}/{len(left)}] {run.name}", flush=True)
         if is_finished(sweep, run, results):
-            print("has been finished by another process", flush=True)
+            print("another process has finished it", flush=True)
             continue
         try:
             model = train_row(sweep, run, data, work)
@@ -138,11 +135,13 @@ def run_sweep(sweep: Sweep, runs: list[Run], work: Path, results: Path, text: li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="of the sweep; default: all")
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="default: all of the sweep")
-    parser.add_argument("--tokens", type=int, help="of each run; default: the sweep's. Needs a --results of its own")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows of the sweep (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="seeds of the sweep (default: all)")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens per run (default: as in the sweep); use another --results with it"
+    )
     parser.add_argument("--sweep", type=Path, default=SWEEP, help="default: %(default)s")
-    parser.add_argument("--text", nargs="+", help="text or JSONL files instead of the fetched ones")
+    parser.add_argument("--text", nargs="+", help="text or JSONL files (default: download)")
     parser.add_argument("--work", type=Path, default=Path("outputs/miniature"), help="default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     options = parser.parse_args()

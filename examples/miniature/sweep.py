@@ -1,4 +1,4 @@
-"""The sweep file: which rows are trained, with which seeds, by which recipe, and in which order."""
+"""The sweep file: the rows to train, their seeds, their recipe and their order."""
 
 import math
 from collections.abc import Iterable
@@ -8,16 +8,15 @@ from typing import Any
 
 import yaml
 
-from lr_attnres.paper import PAPER_VARIANTS
-from lr_attnres.training_arguments import TrainArguments, load_arguments
-from lr_attnres.variants import variant_fields
+from lr_attnres import TrainArguments, load_arguments, variant_fields
+from lr_attnres.analysis.paper import PAPER_VARIANTS
 
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "sweep.yaml"
 RESULTS = HERE / "results"
 BASELINE = "standard"
-# Continued runs see the text in another order than the baselines that they go on from.
+# Added to the seed of a continued run, so that it sees the text in another order than its baseline.
 CONTINUED_SEED = 1000
 
 
@@ -36,19 +35,19 @@ class Run:
 
     @property
     def baseline(self) -> "Run":
-        """The run with ordinary residuals and the same seed: what a continued run goes on from."""
+        """The `standard` run with the same seed, from which a continued run starts."""
         return Run(BASELINE, self.seed, BASELINE, False)
 
 
 @dataclass(frozen=True)
 class Sweep:
     tokens: int
-    continued_fraction: float  # of these tokens, in continued runs
+    continued_fraction: float  # fraction of these tokens in continued runs
     data: dict[str, Any]
     recipe: dict[str, Any]
-    continued_recipe: dict[str, Any]  # what is different in continued runs
-    rows: dict[str, str]  # -> the paper's row
-    continued: dict[str, str]  # -> the variant that a baseline is continued as
+    continued_recipe: dict[str, Any]  # changes of the recipe in continued runs
+    rows: dict[str, str]  # row -> row of the paper
+    continued: dict[str, str]  # row -> variant of the continued run
     order: list[dict[str, list]]
 
     def recipe_of(self, run: Run) -> dict[str, Any]:
@@ -62,19 +61,19 @@ class Sweep:
         return Run(row, seed, self.continued.get(row, row), row in self.continued)
 
     def runs(self, rows: Iterable[str] | None = None, seeds: Iterable[int] | None = None) -> list[Run]:
-        """In the order of the file; of `rows` and `seeds` alone, if given."""
+        """The runs in the order of the file, limited to `rows` and `seeds` if given."""
         for row in rows or ():
             if row not in {**self.rows, **self.continued}:
                 raise ValueError(f"--rows has {row!r}; the rows are {', '.join([*self.rows, *self.continued])}.")
-        every = [self.run(row, seed) for stage in self.order for seed in stage["seeds"] for row in stage["rows"]]
-        chosen = [run for run in every if rows is None or run.row in rows]
-        chosen = [run for run in chosen if seeds is None or run.seed in seeds]
-        if not chosen:
+        runs = [self.run(row, seed) for stage in self.order for seed in stage["seeds"] for row in stage["rows"]]
+        runs = [run for run in runs if rows is None or run.row in rows]
+        runs = [run for run in runs if seeds is None or run.seed in seeds]
+        if not runs:
             raise ValueError(f"--rows {rows} --seeds {seeds}: the sweep has no such run.")
-        return chosen
+        return runs
 
     def arguments(self, run: Run, data: Path, work: Path) -> TrainArguments:
-        """Of the training of a run, in `work`."""
+        """The training arguments of a run in `work`."""
         args = load_arguments(
             None,
             **self.recipe_of(run),
@@ -94,14 +93,14 @@ def run_folder(work: Path, run: Run) -> Path:
 
 
 def start_folder(work: Path, run: Run) -> Path:
-    """Of the model that a continued run starts from: the baseline itself, or upgraded."""
+    """The folder of the model that a continued run starts from: the baseline, or the upgraded baseline."""
     if run.variant == BASELINE:
         return run_folder(work, run.baseline) / "model"
     return work / "upgraded" / run.name
 
 
 def load_sweep(path: Path = SWEEP, tokens: int | None = None) -> Sweep:
-    """Read and check a sweep file; `tokens` replaces the file's."""
+    """Read and check a sweep file; `tokens` overrides its value."""
     values = yaml.safe_load(Path(path).read_text())
     fields = set(Sweep.__dataclass_fields__)
     if not isinstance(values, dict) or set(values) != fields:

@@ -1,8 +1,7 @@
-"""Time of a whole training step of each row relative to the baseline's: forward, backward, clipping and optimizer.
+"""Time a whole training step of each row relative to the baseline: forward, backward, clipping and optimizer.
 
-The rows alternate in one process, four at a time beside the baseline, and each counts with the smallest of its
-repeats. Run it on a machine that does nothing else; it writes `timing.json` beside the results, where rows that are
-not timed now keep the ratios that they have there.
+Groups of four rows and the baseline alternate in one process; the smallest of the repeats counts. Run it on an idle
+machine. It writes `timing.json` into the results folder; rows that are not timed keep their previous ratios.
 """
 
 import argparse
@@ -17,9 +16,7 @@ import torch
 from run import write_json
 from sweep import BASELINE, RESULTS, SWEEP, Sweep, load_sweep
 
-from lr_attnres.losses import use_chunked_loss
-from lr_attnres.optimizers import muon_adamw
-from lr_attnres.training import new_model
+from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM, muon_adamw, use_chunked_loss
 
 
 def training_step(sweep: Sweep, row: str) -> Callable[[], None]:
@@ -27,8 +24,8 @@ def training_step(sweep: Sweep, row: str) -> Callable[[], None]:
     torch.manual_seed(0)
     args = sweep.arguments(sweep.run(row, 0), Path(), Path())
     length, vocab_size = sweep.data["sequence_length"], sweep.data["train_tokenizer"]
-    tokenizer = {"vocab_size": vocab_size, "eos_token_id": 0}
-    model = new_model(args, {"tokenizer": tokenizer, "settings": {"sequence_length": length}}).train()
+    config = LRAttnResConfig(vocab_size=vocab_size, max_position_embeddings=length, **args.model_fields())
+    model = LRAttnResForCausalLM(config).train()
     use_chunked_loss(model, args.z_loss)
     optimizer = muon_adamw(model, args.lr_muon, args.lr_adamw, args.lr_queries)
     forward = torch.compile(model) if args.compile else model
@@ -36,8 +33,8 @@ def training_step(sweep: Sweep, row: str) -> Callable[[], None]:
     input_ids = torch.randint(0, vocab_size, (rows, length))
     positions = torch.arange(length).expand(rows, length).contiguous()
     inputs = [
-        {"input_ids": ids, "labels": ids, "position_ids": place}
-        for ids, place in zip(input_ids.split(args.micro_batch_size), positions.split(args.micro_batch_size))
+        {"input_ids": ids, "labels": ids, "position_ids": position_ids}
+        for ids, position_ids in zip(input_ids.split(args.micro_batch_size), positions.split(args.micro_batch_size))
     ]
 
     def step() -> None:
@@ -51,7 +48,7 @@ def training_step(sweep: Sweep, row: str) -> Callable[[], None]:
 
 
 def interleave(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Seconds, the smallest of the repeats; two untimed rounds compile and fill the optimizer's state."""
+    """The smallest time of each row in seconds. Two untimed rounds compile and create the optimizer states."""
     best = dict.fromkeys(steps, float("inf"))
     for repeat in range(-2, repeats):
         for row, step in steps.items():
@@ -76,7 +73,7 @@ def measure_ratios(sweep: Sweep, rows: list[str], repeats: int) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="default: all that are trained from the start")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="default: all rows trained from random weights")
     parser.add_argument("--repeats", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--sweep", type=Path, default=SWEEP, help="default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")

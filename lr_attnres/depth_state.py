@@ -1,0 +1,258 @@
+"""What travels from site to site: the sources written so far, and what a group of sites has already mixed.
+
+Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sources, G sites of a group.
+
+`write_source` adds the output of a sub-layer to a `DepthState`, `read_site` reads a site from it. A step of
+generation, one token without gradients, does the same on a `DepthBank`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from copy import copy
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from .configuration_lr_attnres import LRAttnResConfig
+from .depth_routing import DepthSite, depth_logits, depth_rms_norm, without_base
+
+
+class Source(NamedTuple):
+    value: torch.Tensor  # [B, T, D]
+    logits: torch.Tensor  # [B, T, sites that read it]
+
+
+class DepthState(NamedTuple):
+    """The sources of one forward, as a site leaves them to the next. Empty in `standard`."""
+
+    queries: torch.Tensor | None = None  # [M, R], scaled for `depth_logits`
+    floor: torch.Tensor | None = None  # of the key norm, see `depth_logits`; None without key norm
+    values: tuple[torch.Tensor, ...] = ()  # of the completed sources, oldest first: [B, T, D]
+    logits: tuple[torch.Tensor, ...] = ()  # of the completed sources for the sites after them: [B, T, sites]
+    partial: tuple[torch.Tensor, ...] = ()  # sums of the open block: what `emit` returns
+    mixes: tuple[torch.Tensor, ...] = ()  # phase 1 for the sites left in the group: [B, T, D]
+    lses: torch.Tensor | None = None  # log-sum-exps of phase 1 for all sites of the group: [B, T, G]
+
+    def flatten(self) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        """All tensors, and how many each field has. Layers take and return this form, because reentrant
+        checkpointing sees positional tensors alone."""
+        fields = [field if isinstance(field, tuple) else () if field is None else (field,) for field in self]
+        return tuple(tensor for field in fields for tensor in field), tuple(map(len, fields))
+
+    @classmethod
+    def unflatten(cls, tensors: Sequence[torch.Tensor], counts: tuple[int, ...]) -> "DepthState":
+        remaining = iter(tensors)
+        queries, floor, values, logits, partial, mixes, lses = (tuple(islice(remaining, n)) for n in counts)
+        optional = [field[0] if field else None for field in (queries, floor, lses)]
+        return cls(optional[0], optional[1], values, logits, partial, mixes, optional[2])
+
+    def written_since(self, earlier: "DepthState") -> "DepthState":
+        """The new tensors alone: FSDP2 wraps the inputs of a layer in views and warns if a layer returns them."""
+        num_old = len(earlier.values)
+        # No new mixes if the group was opened before this layer, or if no site of it is left.
+        has_new_mixes = self.lses is not earlier.lses and len(self.mixes) > 0
+        return DepthState(
+            values=self.values[num_old:],
+            logits=self.logits[num_old:],
+            partial=self.partial,
+            mixes=self.mixes if has_new_mixes else (),
+            lses=self.lses if has_new_mixes else None,
+        )
+
+    def with_written(self, tensors: Sequence[torch.Tensor], counts: tuple[int, ...], site: DepthSite) -> "DepthState":
+        """This state and what a layer has written; `site` is the last one of the layer."""
+        new = DepthState.unflatten(tensors, counts)
+        group = new if len(new.mixes) > 0 else self
+        return DepthState(
+            self.queries,
+            self.floor,
+            (*self.values, *new.values),
+            (*self.logits, *new.logits),
+            new.partial,
+            group.mixes[len(group.mixes) - site.mixes_left :],
+            group.lses if site.mixes_left else None,
+        )
+
+
+def emit(
+    config: LRAttnResConfig, value: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor]:
+    """What one sub-layer, or the embedding, adds to its block: `(value,)` [B, T, D], if the last R coordinates of the
+    value are its key, or `(value, key)`, where the key is [B, T, R]."""
+    if key is None:
+        return (value,)
+    if config.has_full_sources or not config.depth_key_norm:
+        return value, key
+    # Keys are normalised before they are summed into a block. contiguous(): the key is a view, and saving it for the
+    # backward would keep the whole output of the projection.
+    return value, depth_rms_norm(key.contiguous(), config.rms_norm_eps)
+
+
+def write_source(
+    state: DepthState, emitted: tuple[torch.Tensor, ...], site: DepthSite, config: LRAttnResConfig
+) -> tuple[DepthState, Source | None]:
+    """Add what sub-layer `site.index` emitted to its block -> the state, and the open block as a source of this site
+    alone. A complete block becomes a source of this and all later sites instead: then None."""
+    if site.num_in_block == 1:
+        partial = tuple(without_base(part) for part in emitted)
+    else:
+        partial = tuple(total + part for total, part in zip(state.partial, emitted))
+    value, logits = block_source(state, partial, site, config)
+    if not site.closes_block:
+        return state._replace(partial=partial), Source(value, logits)
+    return state._replace(values=(*state.values, value), logits=(*state.logits, logits), partial=()), None
+
+
+def block_source(
+    state: DepthState, partial: tuple[torch.Tensor, ...], site: DepthSite, config: LRAttnResConfig
+) -> Source:
+    """The block so far, with logits for this site or, if the block is complete, for this and all later sites."""
+    value, key = partial if len(partial) == 2 else (partial[0], partial[0][..., -config.depth_key_rank :])
+    scale = site.num_in_block**-config.depth_block_exponent
+    if scale != 1:
+        keys_are_normalised = config.residual_type == "projected" and config.depth_key_norm  # one by one, in `emit`
+        value, key = value * scale, key if keys_are_normalised else key * scale
+    assert state.queries is not None
+    first = site.index - 1
+    readers = state.queries[first:] if site.closes_block else state.queries[first : first + 1]
+    logits = depth_logits(key, readers, state.floor)
+    prior = config.depth_count_prior * math.log(site.num_in_block)
+    return Source(value, logits if prior == 0 else logits + prior)
+
+
+def site_columns(table: torch.Tensor, num_left: int, num_sites: int = 1) -> torch.Tensor:
+    """The first `num_sites` of the last `num_left` columns; the last column belongs to the last site."""
+    start = table.shape[-1] - num_left
+    return table[..., start : start + num_sites]
+
+
+def read_site(
+    state: DepthState,
+    partial_source: Source | None,
+    site: DepthSite,
+    dtype: torch.dtype,
+    mix_older: Callable[..., tuple[torch.Tensor, ...]],
+    merge_younger: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor, DepthState]:
+    """The read of a site; inside a block, `partial_source` is its newest source.
+    -> hidden [B, T, D] in `dtype`; the state without the mix that was used."""
+    if site.opens_group:  # phase 1
+        logits = [site_columns(logits, site.sites_in_model, site.sites_in_group) for logits in state.logits]
+        *mixes, lses = mix_older(state.values, torch.stack(logits, dim=-1))
+        state = state._replace(mixes=tuple(mixes), lses=lses)
+    if site.num_mixed == 1:
+        mix, lse = state.values[0], site_columns(state.logits[0], site.sites_in_model)
+    else:
+        assert state.lses is not None
+        mix, lse = state.mixes[0], site_columns(state.lses, site.sites_in_group)
+        state = state._replace(mixes=state.mixes[1:])
+
+    younger = list(zip(state.values, state.logits))[site.num_mixed :]  # phase 2
+    sources = [(value, site_columns(logits, site.sites_in_model)) for value, logits in younger]
+    if partial_source is not None:
+        sources.append(partial_source)
+    return merge_younger(mix, lse, sources, dtype), state
+
+
+def site_weights(state: DepthState, partial_source: Source | None, site: DepthSite) -> torch.Tensor:
+    """The depth weights of a site, [B, T, S], oldest source first."""
+    logits = [site_columns(source, site.sites_in_model) for source in state.logits]
+    if partial_source is not None:
+        logits.append(partial_source.logits)
+    return torch.cat(logits, dim=-1).softmax(dim=-1)
+
+
+class BankRow(NamedTuple):
+    """Views of one row of a `DepthBank`."""
+
+    content: torch.Tensor  # [B, 1, D], or [B, 1, D + R] with a separate key
+    key: torch.Tensor  # [R, B]
+    key_and_floor: torch.Tensor  # [R + 1, B]
+    logits: torch.Tensor  # [M, B]
+
+
+class DepthBank:
+    """The sources of one new token, in a table that a step of generation writes and reads in place. No gradients.
+
+    Such a step is bound by the number of operations, not by their size. So nothing is grouped and views are made in
+    advance: a site adds the output to the row of its block, computes that row's logits for all sites, and takes one
+    softmax and one product over all rows.
+
+    One row per source: value [D], its key [R] if `emit` returns one, then the floor of the key norm. The norm of key
+    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf.
+    """
+
+    def __init__(
+        self,
+        emitted: tuple[torch.Tensor, ...],
+        hidden_size: int,
+        num_sources: int,
+        queries: torch.Tensor,
+        floor: torch.Tensor | None = None,
+    ):
+        """emitted: the parts of the embedding, see `emit`, for one token; queries [M, R]."""
+        self.hidden_size, self.queries, self.has_floor = hidden_size, queries, floor is not None
+        batch, width = len(emitted[0]), sum(part.shape[-1] for part in emitted)
+        floor_or_zero = queries.new_zeros(()) if floor is None else floor
+        # Unwritten rows must be finite: 0 * NaN would be NaN.
+        self.bank = floor_or_zero.expand(batch, num_sources, width + 1).clone()
+        self.logits = queries.new_full((len(queries), batch, 1, num_sources), -math.inf)
+        self.make_views()
+        self.write(0, emitted, is_first=True)
+
+    def make_views(self) -> None:
+        self.values = self.bank[..., : self.hidden_size]
+        columns = self.bank.transpose(0, 2)[-1 - self.queries.shape[1] :]  # [R + 1, rows, B]
+        contents, logits = self.bank[..., :-1].split(1, dim=1), self.logits[:, :, 0].unbind(-1)
+        self.rows = [*map(BankRow, contents, columns[:-1].unbind(1), columns.unbind(1), logits)]
+        self.norm_dim = None if len(self.bank) == 1 else 0  # over all is faster than over one dimension
+        self.site_logits = self.logits.unbind(0)
+
+    def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
+        """Accelerate's hooks call this between layers on different devices."""
+        bank = self.bank.to(device)
+        if bank is self.bank:
+            return self
+        moved = copy(self)
+        moved.bank, moved.queries, moved.logits = bank, self.queries.to(device), self.logits.to(device)
+        moved.make_views()
+        return moved
+
+    def read(
+        self, site: DepthSite, emitted: tuple[torch.Tensor, ...], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write what sub-layer `site.index` emitted, then read -> hidden [B, 1, D], weights [B, 1, rows]."""
+        self.write(site.num_sources - 1, emitted, site.num_in_block == 1)
+        weights = self.site_logits[site.index - 1].softmax(dim=-1)
+        hidden = torch.bmm(weights, self.values)
+        return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
+
+    def write(self, row: int, emitted: tuple[torch.Tensor, ...], is_first: bool) -> None:
+        """Put the parts into a row, or add them to the row, and compute the row's logits for all sites."""
+        content, key, key_and_floor, logits = self.rows[row]
+        output = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+        if is_first:
+            content.copy_(output)
+        else:
+            content.add_(output)
+        if self.has_floor:
+            torch.div(self.queries.mm(key), torch.linalg.vector_norm(key_and_floor, dim=self.norm_dim), out=logits)
+        else:
+            torch.mm(self.queries, key, out=logits)
+
+    # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
+
+    def flatten(self) -> tuple[tuple["DepthBank"], None]:
+        return (self,), None
+
+    def written_since(self, earlier: object) -> "DepthBank":
+        return self
+
+    def with_written(self, tensors: "Sequence[DepthBank]", *_: object) -> "DepthBank":
+        return tensors[0]
+
+
+def unflatten_depth(tensors: Sequence[Any], counts: tuple[int, ...] | None) -> DepthState | DepthBank:
+    """The inverse of `flatten`; a bank has no counts."""
+    return tensors[0] if counts is None else DepthState.unflatten(tensors, counts)
