@@ -15,18 +15,13 @@ VARIANT = re.compile(rf"standard|attnres-(full|n[1-9]\d*)|({RANKED})-(full|n[1-9
 VARIANT_FIELDS = ("residual_type", "num_depth_blocks", "depth_key_rank")
 
 
-def spell_variant(residual_type: str, num_depth_blocks: int | str | None, depth_key_rank: int | None) -> str:
-    """`standard`, `attnres-full`, `sliced-n8-r64`: residual type, blocks, and the rank if it is free."""
-    if residual_type == "standard":
-        return residual_type
-    blocks = f"n{num_depth_blocks}" if isinstance(num_depth_blocks, int) else "full"
-    return f"{residual_type}-{blocks}" + ("" if residual_type == "attnres" else f"-r{depth_key_rank}")
-
-
 def variant_name(config: "LRAttnResConfig") -> str:
-    """The variant of a config. It is full if there are as many blocks as sub-layers."""
-    blocks = "full" if config.has_full_sources else config.num_depth_blocks
-    return spell_variant(config.residual_type, blocks, config.depth_key_rank)
+    """The variant of a config: residual type, blocks (`full` if there are as many as sub-layers), and a free rank."""
+    if config.residual_type == "standard":
+        return config.residual_type
+    blocks = "full" if config.has_full_sources else f"n{config.num_depth_blocks}"
+    rank = "" if config.residual_type == "attnres" else f"-r{config.depth_key_rank}"
+    return f"{config.residual_type}-{blocks}{rank}"
 
 
 def variant_fields(variant: str) -> dict[str, Any]:
@@ -36,11 +31,6 @@ def variant_fields(variant: str) -> dict[str, Any]:
             f"`variant` is {variant!r}; write standard, attnres-full, attnres-n8, projected-n8-r32, sliced-full-r64: "
             "residual type, blocks (n8 for 8 blocks; full, which is None in the config), rank (r32 for rank 32)."
         )
-    residual_type, *rest = variant.split("-")
-    fields: dict[str, Any] = {"residual_type": residual_type}
-    for part in rest:
-        if part.startswith("r"):
-            fields["depth_key_rank"] = int(part[1:])
-        else:
-            fields["num_depth_blocks"] = None if part == "full" else int(part[1:])
-    return fields
+    residual_type, *numbers = variant.split("-")
+    values = [None if number == "full" else int(number[1:]) for number in numbers]
+    return dict(zip(VARIANT_FIELDS, [residual_type, *values]))
