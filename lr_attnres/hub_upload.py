@@ -2,7 +2,6 @@
 
 import fnmatch
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -20,12 +19,12 @@ from transformers.utils import CONFIG_NAME, logging
 
 from .configuration_lr_attnres import AUTO_MAP, LRAttnResConfig
 from .data.tokenizers import find_tokenizer
-from .errors import HubError, LRAttnResError, clear_hub_errors, one_line
+from .errors import HubError, LRAttnResError, clear_hub_errors
 from .folders.card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
 from .folders.clean_process import check_code, load_in_clean_process
 from .folders.loading import check_generation_config, check_weight_files, load_config
 from .folders.staging import code_files
-from .sources import check_not_special
+from .sources import check_not_special, read_json_object
 
 
 logger = logging.get_logger(__name__)
@@ -98,7 +97,7 @@ def _files_to_send(folder: Path) -> list[Path]:
 
 def _check_copy(folder: Path) -> LRAttnResConfig:
     config, path = load_config(folder), folder / CONFIG_NAME
-    if json.loads(path.read_text(encoding="utf-8")).get("auto_map") != AUTO_MAP:
+    if read_json_object(path).get("auto_map") != AUTO_MAP:
         raise LRAttnResError(f"{path}: auto_map does not name the code in the folder: save it with `save_pretrained`.")
     if not config.architectures or config.architectures[0] not in PIPELINE_TAGS:
         known = ", ".join(PIPELINE_TAGS)
@@ -110,7 +109,9 @@ def _check_copy(folder: Path) -> LRAttnResConfig:
         if saved.read_bytes() != installed.read_bytes():
             advice = "load the folder and save it again with `save_pretrained`, or install the version that saved it"
             raise LRAttnResError(f"{saved} is not the code of the installed lr_attnres: {advice}.")
-    _check_json(folder)
+    for path in sorted(folder.glob("*.json")):
+        read_json_object(path)
+    check_generation_config(folder)
     check_weight_files(folder, config)
 
     found = load_in_clean_process(folder)
@@ -128,17 +129,6 @@ def _check_copy(folder: Path) -> LRAttnResConfig:
     elif size > limit:
         raise LRAttnResError(f"{folder}: the tokenizer has {size} tokens, the model's vocab_size is {limit}.")
     return config
-
-
-def _check_json(folder: Path) -> None:
-    for path in sorted(folder.glob("*.json")):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise LRAttnResError(f"{path} is not JSON: {one_line(error)}.") from error
-        if not isinstance(content, dict):
-            raise LRAttnResError(f"{path} is not a JSON object.")
-    check_generation_config(folder)
 
 
 def stage_folder(

@@ -1,13 +1,15 @@
-"""Tell whether a user's argument is a file or folder on this machine or a Hub repository."""
+"""What a user names: a file or folder on this machine, or a Hub repository; and JSON files in it."""
 
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from .errors import HubError, LRAttnResError, clear_hub_errors
+from .errors import HubError, LRAttnResError, clear_hub_errors, explain_file_error, one_line
 
 
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -24,6 +26,18 @@ def check_not_special(path: Path) -> None:
     kind = SPECIAL_FILES.get(stat.S_IFMT(path.stat().st_mode))
     if kind is not None:
         raise LRAttnResError(f"{path} is a {kind}, not a file or folder: copy its contents into a file.")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LRAttnResError(f"{path} cannot be read: {explain_file_error(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise LRAttnResError(f"{path} is not JSON: {one_line(error)}.") from error
+    if not isinstance(content, dict):
+        raise LRAttnResError(f"{path} is not a JSON object.")
+    return content
 
 
 def local_path(source: str | os.PathLike, revision: str | None = None) -> Path | None:

@@ -431,6 +431,7 @@ def index_elsewhere(folder: Path, name: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.usefixtures("forked_clean_process")
 @pytest.mark.parametrize("spoil, message", BAD_FOLDERS, ids=[row[1] for row in BAD_FOLDERS])
 def test_folder_that_must_not_be_sent(spoil, message, folder):
     spoil(folder)
@@ -483,7 +484,7 @@ def test_tokens_may_have_the_names_of_code_fields(folder):
     check_code(folder)
 
 
-def test_what_is_checked_is_what_is_sent(folder):
+def test_what_is_checked_is_what_is_sent(folder, forked_clean_process):
     (folder / "evil.py").write_text("")
     (folder / "checkpoint-10").mkdir()
     with copied_files(folder) as (copy, left_out):
@@ -497,7 +498,7 @@ def test_what_is_checked_is_what_is_sent(folder):
     assert not copy.exists()
 
 
-def test_only_what_a_user_needs_is_sent(folder):
+def test_only_what_a_user_needs_is_sent(folder, forked_clean_process):
     names = ["model_backup.safetensors", "model-old.safetensors", "LICENSE_key.pem", "tokenizer_secret.json"]
     for name in names:
         (folder / name).write_text("x")
@@ -508,14 +509,14 @@ def test_only_what_a_user_needs_is_sent(folder):
     assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"} <= sent
 
 
-def test_tokenizer_that_does_not_fit(tmp_path):
+def test_tokenizer_that_does_not_fit(tmp_path, forked_clean_process):
     small_model().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(LRAttnResError, match="the tokenizer has 257 tokens, the model's vocab_size is 61"):
         check_folder(tmp_path)
 
 
-def test_other_heads_and_folders_without_a_tokenizer(tmp_path, capsys):
+def test_other_heads_and_folders_without_a_tokenizer(tmp_path, capsys, forked_clean_process):
     small_model(model_class=LRAttnResForSequenceClassification, num_labels=3).save_pretrained(tmp_path)
     push(tmp_path, "writer/name", dry_run=True)
     assert "tokenizer" not in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """`PackedTokens` maps the rows of a prepared folder into memory; also the folder's tokenizer and its verification."""
 
 import hashlib
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import LRAttnResError
+from ..sources import read_json_object
 from .manifest import Manifest, Shard, write_json
 from .tokenizers import folder_hash, load_tokenizer, tokenizer_hash, vocabulary_size
 
@@ -60,10 +60,9 @@ def verify_data(
 
 def _read_verified(folder: Path) -> dict[str, list]:
     try:
-        verified = json.loads((folder / VERIFIED_FILE).read_text())
-    except (OSError, ValueError, RecursionError):
+        return read_json_object(folder / VERIFIED_FILE)
+    except LRAttnResError:
         return {}
-    return verified if isinstance(verified, dict) else {}
 
 
 def load_data_tokenizer(folder: str | os.PathLike) -> PreTrainedTokenizerBase:

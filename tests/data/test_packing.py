@@ -358,7 +358,10 @@ def test_the_smallest_integers_that_hold_the_vocabulary(vocabulary, dtype, tmp_p
         ({"train_tokenizer": 300}, "exclude each other"),
         ({"tokenizer": None, "train_tokenizer": 0}, "`train_tokenizer` is 0; it must be at least 257"),
         ({"tokenizer": None, "train_tokenizer": -5}, "`train_tokenizer` is -5"),
-        ({"tokenizer": None, "train_tokenizer": 10**9}, "`train_tokenizer` is 1000000000; it must be at most 1000000"),
+        (
+            {"tokenizer": None, "train_tokenizer": 10**9},
+            "`train_tokenizer` is 1000000000; .* at most 1000000",
+        ),
         ({"tokenizer": None, "train_tokenizer": 256}, "`train_tokenizer` is 256"),
         (
             {"tokenizer": "nowhere/to-be-found"},
@@ -471,8 +474,8 @@ def test_a_manifest_of_the_first_version(tmp_path):
     "content, message",
     [
         ("[]", "is not a JSON object"),
-        ("{", "cannot be read"),
-        ("[" * 100_000, "cannot be read"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"format": 0}', "has format 0"),
     ],
     ids=lambda value: value[:20],

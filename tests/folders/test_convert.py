@@ -349,7 +349,7 @@ def test_tokenizers_that_are_absent_or_do_not_fit(tmp_path, monkeypatch):
     assert not (tmp_path / "output").exists()
 
 
-def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch):
+def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch, forked_clean_process):
     source = REFERENCES / "slr_full_r8.pt"
     write = staging.write_weights
 

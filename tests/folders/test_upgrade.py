@@ -346,7 +346,7 @@ def test_source_without_a_tokenizer(tmp_path, monkeypatch):
     assert "No tokenizer was written" in logger.warning.call_args.args[0]
 
 
-def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch):
+def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch, forked_clean_process):
     save_source(tmp_path / "base")
     write = staging.write_weights
 
