@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .configuration_lr_attnres import LRAttnResConfig
 
 
-# Those of `ResidualType` in the config, whose file travels to the Hub and imports torch.
+# As `ResidualType` in the config. That file travels to the Hub without this one, and this one must not import torch.
 RESIDUAL_TYPES = ("standard", "attnres", "projected", "sliced")
 RANKED = "|".join(name for name in RESIDUAL_TYPES if name not in ("standard", "attnres"))  # with a rank of their own
 VARIANT = re.compile(rf"standard|attnres-(full|n[1-9]\d*)|({RANKED})-(full|n[1-9]\d*)-r[1-9]\d*")

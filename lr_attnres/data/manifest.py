@@ -43,8 +43,7 @@ class Split:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Split":
-        shards = tuple(Shard(shard["file"], shard["rows"], shard["sha256"]) for shard in content["shards"])
-        return cls(content["documents"], content["tokens"], content["rows"], shards)
+        return cls(**content | {"shards": tuple(Shard(**shard) for shard in content["shards"])})
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ def verify_data(
 ) -> None:
     """Compare the shards of a prepared folder, or of one split, with the hashes in its manifest, and check their rows.
 
-    What was verified is remembered in `verified.json`, if the folder can be written. `again=False` skips the files
-    that have not changed since.
+    `verified.json` in the folder, if it can be written, remembers the verified files. `again=False` skips those that
+    have not changed since.
     """
     folder = Path(folder)
     manifest, verified = Manifest.read(folder), _read_verified(folder)
