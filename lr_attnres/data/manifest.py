@@ -59,11 +59,10 @@ class Manifest:
     @classmethod
     def read(cls, folder: str | os.PathLike) -> "Manifest":
         folder = Path(folder)
-        file, partial = folder / FILENAME, folder.with_name(f"{folder.name}.partial")
+        file, partial = folder / FILENAME, f"{folder}.partial"
         if not file.exists():
-            advice = "run `prepare` first"
-            if partial.exists():
-                advice = f"{partial} is unfinished: run the same `prepare` again"
+            resume = f"{partial} is unfinished: run the same `prepare` again"
+            advice = resume if os.path.exists(partial) else "run `prepare` first"
             raise LRAttnResError(f"{folder} holds no prepared tokens (no {FILENAME}); {advice}.")
         content = read_json_object(file)
         if (found := content.get("format")) != FORMAT:

@@ -538,6 +538,15 @@ def test_malformed_manifests(field, value, message, tmp_path):
         PackedTokens(tmp_path)
 
 
+def test_the_current_folder(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LRAttnResError, match=r"^\. holds no prepared tokens .*; run `prepare` first"):
+        PackedTokens(".")
+    prepared(corpus, tmp_path / "data")
+    monkeypatch.chdir(tmp_path / "data")
+    assert len(PackedTokens(".")) == len(PackedTokens(tmp_path / "data"))
+
+
 def test_a_shard_that_is_a_link_out_of_the_folder(corpus, tmp_path):
     prepared(corpus, tmp_path / "data")
     (tmp_path / "data/train").rename(tmp_path / "elsewhere")
