@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import build_hf_headers, validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
@@ -135,22 +135,20 @@ def stage_folder(
     copy: Path, left_out: list[str], config: LRAttnResConfig, repo_id: str, tags: Iterable[str] = ()
 ) -> StagedFolder:
     """The commit of `copied_files`, with a generated card unless the folder has one written by the user."""
-    sent = sorted(copy.iterdir())
-    if (card := copy / CARD) in sent:
-        if GENERATED not in card.read_text(encoding="utf-8"):
-            return StagedFolder([CommitOperationAdd(path.name, path) for path in sent], left_out, None)
-        sent.remove(card)
-    operations = [CommitOperationAdd(path.name, path) for path in sent]
-    tag = _contents_tag(operations)
+    operations = {path.name: CommitOperationAdd(path.name, path) for path in sorted(copy.iterdir())}
+    if CARD in operations and GENERATED not in (copy / CARD).read_text(encoding="utf-8"):
+        return StagedFolder([*operations.values()], left_out, None)
+    operations.pop(CARD, None)
+    tag = _contents_tag(operations.values())
     text = str(model_card(copy, config, repo_id.split("/")[-1], repo_id, tag, tags))
-    return StagedFolder([*operations, CommitOperationAdd(CARD, text.encode())], left_out, tag)
+    return StagedFolder([*operations.values(), CommitOperationAdd(CARD, text.encode())], left_out, tag)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _contents_tag(operations: list[CommitOperationAdd]) -> str:
+def _contents_tag(operations: Iterable[CommitOperationAdd]) -> str:
     """A tag that the card can name before the commit exists: a hash of the files."""
     digest = hashlib.sha256()
     for operation in operations:
@@ -187,11 +185,11 @@ def push(
     """
     api = HfApi(token=token, library_name="lr_attnres")
     _check_target(repo_id, revision, create_pr)
-    if not dry_run and token is None and get_token() is None:
-        raise HubError("there is no Hub token: run `hf auth login`, set HF_TOKEN or give a token.")
-    if not dry_run and "/" not in repo_id:
+    if not dry_run:
         with clear_hub_errors(repo_id):
-            repo_id = f"{api.whoami()['name']}/{repo_id}"
+            build_hf_headers(token=token or True)  # raises if there is no token
+            if "/" not in repo_id:
+                repo_id = f"{api.whoami()['name']}/{repo_id}"
     with copied_files(Path(folder)) as (copy, left_out):
         staged = stage_folder(copy, left_out, _check_copy(copy), repo_id, tags)
         if dry_run:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+
 from .errors import HubError, LRAttnResError, clear_hub_errors, explain_file_error, one_line
 
 
@@ -72,7 +74,5 @@ def check_has_file(source: str | os.PathLike, filename: str, revision: str | Non
         if not (folder / filename).is_file():
             raise LRAttnResError(f"{source} has no {filename}; give a folder saved with a model and tokenizer.")
         return
-    from huggingface_hub import hf_hub_download
-
     with hub_source(name, revision):
         hf_hub_download(name, filename, revision=revision, token=token)

@@ -232,24 +232,20 @@ def test_dry_run_sends_nothing(hub, run, folder):
 
 
 PUSH_TO_HUB = """
-import sys
 from lr_attnres import LRAttnResForCausalLM
-model = LRAttnResForCausalLM.from_pretrained(sys.argv[1])
+model = LRAttnResForCausalLM.from_pretrained("{folder}")
 print(model.push_to_hub("writer/name", token="hf_writer", tags=["mine"]))
 """
 
 
-def test_push_to_hub_gives_the_same_repository(hub, run, folder, tmp_path):
+def test_push_to_hub_gives_the_same_repository(hub, run, folder):
     run("push", "writer/name", folder, *WRITER)
     by_command = hub.files("writer/name")
     del hub.repos["model", "writer/name"]
-    environment = hub_environment(hub.url, tmp_path / "hf_home")
-    process = subprocess.run(
-        [sys.executable, "-c", PUSH_TO_HUB, folder], env=environment, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
+    result = run.script(PUSH_TO_HUB.format(folder=folder))
+    assert result.code == 0, result.err
     by_method = hub.files("writer/name")
-    assert process.stdout.strip().startswith(f"{hub.url}/writer/name/commit/")
+    assert result.out.strip().startswith(f"{hub.url}/writer/name/commit/")
     assert commits(hub, "writer/name") == 1
     # Transformers notes in a tokenizer that it was loaded from a folder, which also changes the tag of the contents.
     for files in (by_method, by_command):
@@ -334,9 +330,13 @@ def test_server_errors_and_dropped_connections(hub, run, folder):
     assert len(hub.repo("writer/name").refs) == 2 and commits(hub, "writer/name") == 1
 
 
-def test_nobody_answers(folder, tmp_path):
-    with CommandLine(hub_environment("http://127.0.0.1:9", tmp_path / "hf_home")) as run:
+def test_nobody_answers(hub, run, folder):
+    run.script("from huggingface_hub import constants; constants.ENDPOINT = 'http://127.0.0.1:9'")
+    try:
         assert_refused(run("push", "writer/name", folder, *WRITER), "the connection to the Hub failed")
+    finally:
+        run.script(f"constants.ENDPOINT = {hub.url!r}")
+    assert hub.log == []
 
 
 def test_full_disk(folder, monkeypatch, capsys):
