@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +33,10 @@ def verify_data(
     have not changed since.
     """
     folder = Path(folder)
-    manifest, verified = Manifest.read(folder), _read_verified(folder)
+    manifest = Manifest.read(folder)
+    verified: dict[str, Any] = {}
+    with suppress(LRAttnResError):  # absent or damaged: nothing is verified yet
+        verified = read_json_object(folder / VERIFIED_FILE)
     shards = [shard for name, part in manifest.splits.items() if split in (None, name) for shard in part.shards]
     before = dict(verified)
     for shard in tqdm(shards, desc="Checking", unit=" shards", delay=2, leave=False, disable=not progress_bar):
@@ -56,13 +59,6 @@ def verify_data(
         with suppress(OSError):  # a folder that is only readable is verified every time
             # A name of its own: several processes may verify at the same time.
             write_json(folder / VERIFIED_FILE, verified, suffix=f".{token_hex(4)}.tmp")
-
-
-def _read_verified(folder: Path) -> dict[str, list]:
-    try:
-        return read_json_object(folder / VERIFIED_FILE)
-    except LRAttnResError:
-        return {}
 
 
 def load_data_tokenizer(folder: str | os.PathLike) -> PreTrainedTokenizerBase:

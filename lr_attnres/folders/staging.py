@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -110,17 +110,10 @@ def _lock(staging: Path) -> int:
 def _delete_abandoned(parent: Path) -> None:
     """Delete the hidden folders of killed processes; the folder of a living process is locked."""
     for lock_file in parent.glob(f".*-{'[0-9a-f]' * 8}/{LOCK_FILE}"):
-        try:
-            descriptor = os.open(lock_file, os.O_RDWR)
-        except OSError:  # another process has just deleted or renamed it, or owns it
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # An OSError: the file is locked, belongs to another user, or was just deleted or renamed.
+        with suppress(OSError), open(lock_file, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_file.parent, ignore_errors=True)
-        except OSError:
-            pass
-        finally:
-            os.close(descriptor)
 
 
 def sync_to_disk(folder: Path) -> None:
