@@ -53,6 +53,22 @@ SWITCHES = [
     {"norm_weight": True, "rms_norm_eps": 1e-5},
     {"qk_norm": False},
 ]
+HEADS = [
+    {"residual_type": kind, "num_depth_blocks": blocks, "depth_heads": 3, "depth_key_rank": 21, **switch}
+    for kind, blocks, switch in [
+        ("attnres", None, {"depth_key_rank": 63}),
+        ("attnres", 3, {"depth_key_rank": 63, "depth_key_norm": False}),
+        ("projected", None, {}),
+        ("projected", None, {"depth_key_norm": False}),
+        ("projected", 3, {"depth_key_rank": 3}),
+        ("projected", 4, {"depth_query_norm": True, "depth_block_exponent": 0.5, "depth_count_prior": 1.0}),
+        ("sliced", None, {}),
+        ("sliced", 3, {"depth_block_exponent": 0.5, "depth_key_norm": False}),
+        ("sliced", 7, {"depth_query_norm": True, "depth_logit_scale": 0.3}),
+        ("sliced", 3, {"depth_heads": 9, "depth_key_rank": 45}),
+        ("sliced", 4, {"depth_heads": 63, "depth_key_rank": 63}),
+    ]
+]
 ORACLE_CASES = [{"residual_type": "standard"}, {"residual_type": "standard", "norm_weight": True, "qk_norm": False}]
 ORACLE_CASES += [
     {"residual_type": kind, "num_depth_blocks": blocks} for kind in ROUTED_TYPES for blocks in BLOCK_COUNTS
@@ -63,6 +79,8 @@ ORACLE_CASES += [
     if kind != "attnres"  # has no rank of its own
     for switch in SWITCHES
 ]
+# Odd numbers of rows, tokens, heads, and coordinates of a head's value and key.
+ORACLE_CASES += [{"hidden_size": 63, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 22, **fields} for fields in HEADS]
 
 
 @pytest.mark.compatibility("Forward and every gradient against a float64 oracle", parameter="fields")

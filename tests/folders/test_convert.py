@@ -61,8 +61,8 @@ def released_gradient_norms(model: LRAttnResForCausalLM, released_names: list[st
     return norms
 
 
-def test_all_eleven_are_here():
-    assert len(NAMES) == 11
+def test_all_fourteen_are_here():
+    assert len(NAMES) == 14
 
 
 @pytest.mark.compatibility("Released checkpoints, converted", parameter="name")
