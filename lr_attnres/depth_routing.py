@@ -1,8 +1,8 @@
 """The maths of depth routing: which sources a site reads, their logits, and the read itself.
 
-Shape letters: B batch, T tokens, D hidden size, R key rank, S sources, G sites of a group, M sub-layers, H depth heads.
-With H > 1, heads are more rows of the same reads: [B, T, H, D / H] and [B, T, H, R / H] take the place of [B, T, D] and
-[B, T, R] in every shape below, logits and log-sum-exps get an axis H after T, and a site has the queries [H, R / H].
+Shape letters: B batch, T tokens, D hidden size, R key rank, S sources, G sites of a group, M sub-layers, H depth
+heads. Heads are more rows of the same reads. With H > 1, every shape below has the axis H after T: a value is
+[B, T, H, D / H], a key [B, T, H, R / H], logits are [B, T, H, S], and the queries of a site [H, R / H].
 
 `naive_depth_read` is the whole idea. Three facts make it cheap:
 1. Queries do not depend on the input. The logits of a source for all later sites are one small matrix product, made

@@ -1,7 +1,7 @@
 """What travels from site to site: the sources written so far, and what a group of sites has already mixed.
 
-Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sources, G sites of a group, H depth heads.
-A source has heads, as in `depth_routing`; what is emitted and summed, and the hidden states, have none.
+Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sources, G sites of a group, H depth
+heads. What sub-layers emit is summed as it is; a block that becomes a source is cut into heads, as in `depth_routing`.
 
 `write_source` adds the output of a sub-layer to a `DepthState`, `read_site` reads a site from it. A step of
 generation, one token without gradients, does the same on a `DepthBank`.
@@ -83,9 +83,10 @@ def emit(
     value are its key, or `(value, key)`, where the key is [B, T, R]."""
     if key is None:
         return (value,)
-    # Released models with depth heads normalise the keys of the full set twice as well: seen where a key is close to 0.
-    takes_raw_keys = config.has_full_sources and config.depth_heads == 1
-    if takes_raw_keys or not config.depth_key_norm:
+    # With depth heads, the released models also normalise keys that are summed with no other: for a key close to zero
+    # the second norm, at the read, then makes a difference.
+    is_summed = not config.has_full_sources or config.depth_heads > 1
+    if not is_summed or not config.depth_key_norm:
         return value, key
     # Keys are normalised before they are summed into a block. contiguous(): the key is a view, and saving it for the
     # backward would keep the whole output of the projection.
@@ -200,7 +201,8 @@ class DepthBank:
         self.heads = 1 if queries.dim() == 2 else queries.shape[1]
         self.queries = queries if self.heads == 1 else queries.transpose(0, 1).contiguous()  # [H, M, R / H]
         self.product = torch.mm if self.heads == 1 else torch.bmm
-        self.value_size, self.key_size, self.has_floor = hidden_size // self.heads, queries.shape[-1], floor is not None
+        self.value_size, self.key_size = hidden_size // self.heads, queries.shape[-1]
+        self.has_floor = floor is not None
         content = self.row_content(emitted)
         batch, width = len(content) * self.heads, content.shape[-1]
         floor_or_zero = queries.new_zeros(()) if floor is None else floor

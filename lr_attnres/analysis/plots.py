@@ -94,6 +94,22 @@ def depth_weights_figure(analyses: list[DepthAnalysis]) -> Figure:
     return figure
 
 
+def head_effective_sources_figure(analyses: list[DepthAnalysis]) -> Figure:
+    """One heatmap (sites x depth heads) per model with several heads."""
+    figure, panels = panel_grid(len(analyses), height=4.4)
+    for axes, analysis in zip(panels, analyses):
+        effective = analysis.tensors["head_effective_sources"]
+        num_sites, heads = effective.shape
+        extent = (0.5, heads + 0.5, num_sites + 0.5, 0.5)
+        image = axes.imshow(effective.numpy(), cmap="cividis", vmin=1, aspect="auto", extent=extent)
+        axes.grid(False)
+        axes.set(title=analysis.name, xlabel="depth head", ylabel="site")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+        figure.colorbar(image, ax=axes, label="effective sources")
+    return figure
+
+
 def clip_level(weights: torch.Tensor) -> float:
     """The 99.5th percentile of the weights, ignoring NaN."""
     return torch.quantile(weights[~weights.isnan()], 0.995).item()
@@ -215,6 +231,7 @@ def gradient_norms_figure(analyses: list[DepthAnalysis]) -> Figure:
 
 FIGURES: dict[str, Callable[[list[DepthAnalysis]], Figure]] = {
     "effective_sources": effective_sources_figure,
+    "head_effective_sources": head_effective_sources_figure,
     "depth_weights": depth_weights_figure,
     "shares": shares_figure,
     "entropy_by_position": entropy_by_position_figure,
