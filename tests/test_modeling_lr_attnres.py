@@ -223,6 +223,33 @@ def test_sliced_keys_of_full_rank_are_attnres(blocks):
     assert torch.equal(attnres(input_ids).logits, sliced(input_ids).logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind, blocks", [("attnres", None), ("attnres", 3), ("projected", None), ("projected", 3)])
+def test_depth_heads_permuted_with_their_slices_permute_nothing_else(kind, blocks):
+    """A head is its slice of values, keys and queries. (Of `sliced` keys only those of full rank move with values.)"""
+    heads = {"residual_type": kind, "num_depth_blocks": blocks, "depth_heads": 4}
+    model, permuted = (small_model("standard", **heads) for _ in range(2))
+    input_ids, order, rank = random_tokens(2, 11), torch.tensor([2, 0, 3, 1]), model.config.depth_key_rank
+    values, keys = (torch.arange(size).view(4, -1)[order].flatten() for size in (32, rank))
+    both = torch.cat([values, 32 + keys])
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if "depth_queries" in name:
+            state[name] = tensor[:, keys]
+        elif "depth_embedding_key" in name:
+            state[name] = tensor[keys][:, values]
+        elif "o_proj" in name or "down_proj" in name:
+            state[name] = tensor[both if kind == "projected" else values]
+        else:  # reads hidden states: embedding, head, the other projections
+            state[name] = tensor[:, values]
+    permuted.load_state_dict(state)
+    weights, weights_permuted = (m(input_ids, output_depth_weights=True).depth_weights for m in (model, permuted))
+    for ours, theirs in zip(weights, weights_permuted):
+        torch.testing.assert_close(theirs, ours[:, :, order], **FLOAT32)
+        assert (ours[:, :, 1:] - ours[:, :, :1]).abs().max() > 0.01  # heads differ
+    torch.testing.assert_close(permuted(input_ids).logits, model(input_ids).logits, **FLOAT32)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_gets_a_gradient_at_initialisation(variant):
     model = LRAttnResForCausalLM(small_config(variant))

@@ -70,11 +70,16 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def effective_sources_figure(analyses: list[DepthAnalysis]) -> Figure:
-    """exp(H) by site, with the number of available sources as thin grey lines."""
+    """exp(H) by site, with the number of available sources as thin grey lines. Of a model with depth heads: the mean,
+    in a band from the lowest to the highest head."""
     labels = ("Effective number of sources", "site", "exp(entropy of the depth weights)")
     figure, axes = _line_figure(analyses, lambda a: enumerate(a.tensors["effective_sources"].tolist(), 1), *labels)
     available = {}
     for analysis in analyses:
+        heads = analysis.tensors.get("head_effective_sources", torch.zeros(0))
+        if heads.numel():
+            band = range(1, len(heads) + 1), heads.amin(1).tolist(), heads.amax(1).tolist()
+            axes.fill_between(*band, color=COLOURS[analysis.residual_type], alpha=0.15, linewidth=0)
         num_blocks = len(analysis.block_ends)
         sources = "full" if num_blocks == 2 * analysis.num_layers else f"{num_blocks} blocks"
         available[tuple((~analysis.tensors["depth_weights"].isnan()).sum(-1).tolist())] = sources
@@ -91,22 +96,6 @@ def depth_weights_figure(analyses: list[DepthAnalysis]) -> Figure:
     figure, panels = panel_grid(len(analyses), height=4.4)
     for axes, analysis in zip(panels, analyses):
         heatmap(axes, analysis.tensors["depth_weights"], analysis.block_ends, analysis.name)
-    return figure
-
-
-def head_effective_sources_figure(analyses: list[DepthAnalysis]) -> Figure:
-    """One heatmap (sites x depth heads) per model with several heads."""
-    figure, panels = panel_grid(len(analyses), height=4.4)
-    for axes, analysis in zip(panels, analyses):
-        effective = analysis.tensors["head_effective_sources"]
-        num_sites, heads = effective.shape
-        extent = (0.5, heads + 0.5, num_sites + 0.5, 0.5)
-        image = axes.imshow(effective.numpy(), cmap="cividis", vmin=1, aspect="auto", extent=extent)
-        axes.grid(False)
-        axes.set(title=analysis.name, xlabel="depth head", ylabel="site")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(integer=True))
-        figure.colorbar(image, ax=axes, label="effective sources")
     return figure
 
 
@@ -231,7 +220,6 @@ def gradient_norms_figure(analyses: list[DepthAnalysis]) -> Figure:
 
 FIGURES: dict[str, Callable[[list[DepthAnalysis]], Figure]] = {
     "effective_sources": effective_sources_figure,
-    "head_effective_sources": head_effective_sources_figure,
     "depth_weights": depth_weights_figure,
     "shares": shares_figure,
     "entropy_by_position": entropy_by_position_figure,
