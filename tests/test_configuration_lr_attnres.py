@@ -33,7 +33,6 @@ BAD_FIELDS = [
     ({"depth_key_rank": 8.0}, "depth_key_rank", "8.0", "expected int"),
     ({"depth_heads": 0}, "depth_heads", "0", "at least 1"),
     ({"depth_heads": 2.0}, "depth_heads", "2.0", "expected int"),
-    ({"depth_heads": True}, "depth_heads", "True", "must be a number"),
     ({"depth_heads": 3, "depth_key_rank": 63}, "depth_heads", "3", "it must divide `hidden_size` = 1024"),
     ({"depth_heads": 16, "depth_key_rank": 24}, "depth_heads", "16", "it must divide `depth_key_rank` = 24"),
     ({"num_depth_blocks": 0}, "num_depth_blocks", "0", "at least 1"),
