@@ -80,7 +80,13 @@ ORACLE_CASES += [
     for switch in SWITCHES
 ]
 # Odd numbers of rows, tokens, heads, and coordinates of a head's value and key.
-ORACLE_CASES += [{"hidden_size": 63, "head_dim": 16, **fields} for fields in HEADS]
+ORACLE_CASES += [
+    pytest.param(
+        {"hidden_size": 63, "head_dim": 16, **fields},
+        marks=pytest.mark.compatibility("Depth heads: forward and every gradient", parameter="fields"),
+    )
+    for fields in HEADS
+]
 
 
 @pytest.mark.compatibility("Forward and every gradient against a float64 oracle", parameter="fields")
@@ -569,6 +575,7 @@ def fresh_compiler():
         ("attnres_block", "aot_eager"),
         ("projected_full", "aot_eager"),
         ("sliced_block", "aot_eager"),
+        ("sliced_block_heads", "aot_eager"),
         ("sliced_block", "inductor"),  # what training compiles with: a minute each
     ],
 )
@@ -634,7 +641,7 @@ def engine_attention(module, query, key, value, attention_mask, scaling, **kwarg
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["standard", "sliced_block"])
+@pytest.mark.parametrize("variant", ["standard", "sliced_block", "sliced_block_heads"])
 def test_compiles_for_an_unbacked_number_of_tokens(variant, monkeypatch):
     """vLLM can trace with unbacked sizes: code that compares such a size with 1, to choose a path, does not trace."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "engine", engine_attention)
