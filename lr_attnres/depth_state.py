@@ -1,6 +1,7 @@
 """What travels from site to site: the sources written so far, and what a group of sites has already mixed.
 
-Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sources, G sites of a group.
+Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sources, G sites of a group, H depth
+heads. What sub-layers emit is summed as it is; a block that becomes a source is cut into heads, as in `depth_routing`.
 
 `write_source` adds the output of a sub-layer to a `DepthState`, `read_site` reads a site from it. A step of
 generation, one token without gradients, does the same on a `DepthBank`.
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .depth_routing import DepthSite, depth_logits, depth_rms_norm, without_base
+from .depth_routing import DepthSite, depth_logits, depth_rms_norm, join_heads, split_heads, without_base
 
 
 class Source(NamedTuple):
@@ -26,7 +27,7 @@ class Source(NamedTuple):
 class DepthState(NamedTuple):
     """The sources of one forward, as a site leaves them to the next. Empty in `standard`."""
 
-    queries: torch.Tensor | None = None  # [M, R], scaled for `depth_logits`
+    queries: torch.Tensor | None = None  # [M, R] or [M, H, R / H], scaled for `depth_logits`
     floor: torch.Tensor | None = None  # of the key norm, see `depth_logits`; None without key norm
     values: tuple[torch.Tensor, ...] = ()  # of the completed sources, oldest first: [B, T, D]
     logits: tuple[torch.Tensor, ...] = ()  # of the completed sources for the sites after them: [B, T, sites]
@@ -82,11 +83,14 @@ def emit(
     value are its key, or `(value, key)`, where the key is [B, T, R]."""
     if key is None:
         return (value,)
-    if config.has_full_sources or not config.depth_key_norm:
+    # With depth heads, the released models also normalise keys that are summed with no other: for a key close to zero
+    # the second norm, at the read, then makes a difference.
+    is_summed = not config.has_full_sources or config.depth_heads > 1
+    if not is_summed or not config.depth_key_norm:
         return value, key
     # Keys are normalised before they are summed into a block. contiguous(): the key is a view, and saving it for the
     # backward would keep the whole output of the projection.
-    return value, depth_rms_norm(key.contiguous(), config.rms_norm_eps)
+    return value, join_heads(depth_rms_norm(split_heads(key.contiguous(), config.depth_heads), config.rms_norm_eps))
 
 
 def write_source(
@@ -116,6 +120,7 @@ def block_source(
     assert state.queries is not None
     first = site.index - 1
     readers = state.queries[first:] if site.closes_block else state.queries[first : first + 1]
+    value, key = split_heads(value, config.depth_heads), split_heads(key, config.depth_heads)
     logits = depth_logits(key, readers, state.floor)
     prior = config.depth_count_prior * math.log(site.num_in_block)
     return Source(value, logits if prior == 0 else logits + prior)
@@ -152,11 +157,11 @@ def read_site(
     sources = [(value, site_columns(logits, site.sites_in_model)) for value, logits in younger]
     if partial_source is not None:
         sources.append(partial_source)
-    return merge_younger(mix, lse, sources, dtype), state
+    return join_heads(merge_younger(mix, lse, sources, dtype)), state
 
 
 def site_weights(state: DepthState, partial_source: Source | None, site: DepthSite) -> torch.Tensor:
-    """The depth weights of a site, [B, T, S], oldest source first."""
+    """The depth weights of a site, [B, T, S] or [B, T, H, S], oldest source first."""
     logits = [site_columns(source, site.sites_in_model) for source in state.logits]
     if partial_source is not None:
         logits.append(partial_source.logits)
@@ -166,10 +171,10 @@ def site_weights(state: DepthState, partial_source: Source | None, site: DepthSi
 class BankRow(NamedTuple):
     """Views of one row of a `DepthBank`."""
 
-    content: torch.Tensor  # [B, 1, D], or [B, 1, D + R] with a separate key
-    key: torch.Tensor  # [R, B]
-    key_and_floor: torch.Tensor  # [R + 1, B]
-    logits: torch.Tensor  # [M, B]
+    content: torch.Tensor  # [B, 1, D], or [B, 1, D + R] with a separate key; with heads [B, H, D / H + R / H]
+    key: torch.Tensor  # [R, B] or [H, R / H, B]
+    key_and_floor: torch.Tensor  # [R + 1, B] or [H, R / H + 1, B]
+    logits: torch.Tensor  # [M, B] or [H, M, B]
 
 
 class DepthBank:
@@ -180,7 +185,8 @@ class DepthBank:
     softmax and one product over all rows.
 
     One row per source: value [D], its key [R] if `emit` returns one, then the floor of the key norm. The norm of key
-    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf.
+    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf. A depth head
+    is like one more sequence of the batch: it has rows of its own, always with a key.
     """
 
     def __init__(
@@ -192,8 +198,13 @@ class DepthBank:
         floor: torch.Tensor | None = None,
     ):
         """emitted: the parts of the embedding, see `emit`, for one token; queries [M, R]."""
-        self.hidden_size, self.queries, self.has_floor = hidden_size, queries, floor is not None
-        batch, width = len(emitted[0]), sum(part.shape[-1] for part in emitted)
+        self.heads = 1 if queries.dim() == 2 else queries.shape[1]
+        self.queries = queries if self.heads == 1 else queries.transpose(0, 1).contiguous()  # [H, M, R / H]
+        self.product = torch.mm if self.heads == 1 else torch.bmm
+        self.value_size, self.key_size = hidden_size // self.heads, queries.shape[-1]
+        self.has_floor = floor is not None
+        content = self.row_content(emitted)
+        batch, width = len(content) * self.heads, content.shape[-1]
         floor_or_zero = queries.new_zeros(()) if floor is None else floor
         # Unwritten rows must be finite: 0 * NaN would be NaN.
         self.bank = floor_or_zero.expand(batch, num_sources, width + 1).clone()
@@ -202,11 +213,15 @@ class DepthBank:
         self.write(0, emitted, is_first=True)
 
     def make_views(self) -> None:
-        self.values = self.bank[..., : self.hidden_size]
-        columns = self.bank.transpose(0, 2)[-1 - self.queries.shape[1] :]  # [R + 1, rows, B]
-        contents, logits = self.bank[..., :-1].split(1, dim=1), self.logits[:, :, 0].unbind(-1)
-        self.rows = [*map(BankRow, contents, columns[:-1].unbind(1), columns.unbind(1), logits)]
-        self.norm_dim = None if len(self.bank) == 1 else 0  # over all is faster than over one dimension
+        self.values = self.bank[..., : self.value_size]
+        by_head = self.bank.unflatten(0, (-1, self.heads)).permute(2, 1, 3, 0)  # [rows, H, width + 1, B]
+        contents = by_head[:, :, :-1].permute(0, 3, 1, 2)  # [rows, B, H, width]
+        columns, logits = by_head[:, :, -1 - self.key_size :], self.logits.unflatten(1, (-1, self.heads))
+        logits = logits[..., 0, :].permute(3, 2, 0, 1)  # [rows, H, M, B]
+        if self.heads == 1:
+            columns, logits = columns.squeeze(1), logits.squeeze(1)
+        self.rows = [*map(BankRow, contents, columns[..., :-1, :], columns, logits)]
+        self.norm_dim = None if len(self.bank) == 1 else -2  # over all is faster than over one dimension
         self.site_logits = self.logits.unbind(0)
 
     def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
@@ -222,24 +237,37 @@ class DepthBank:
     def read(
         self, site: DepthSite, emitted: tuple[torch.Tensor, ...], dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what sub-layer `site.index` emitted, then read -> hidden [B, 1, D], weights [B, 1, rows]."""
+        """Write what sub-layer `site.index` emitted, then read -> hidden [B, 1, D], weights [B, 1, rows] or
+        [B, 1, H, rows]."""
         self.write(site.num_sources - 1, emitted, site.num_in_block == 1)
         weights = self.site_logits[site.index - 1].softmax(dim=-1)
         hidden = torch.bmm(weights, self.values)
+        if self.heads > 1:
+            hidden = hidden.view(-1, 1, self.heads * self.value_size)
+            weights = weights.view(-1, 1, self.heads, weights.shape[-1])
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
     def write(self, row: int, emitted: tuple[torch.Tensor, ...], is_first: bool) -> None:
         """Put the parts into a row, or add them to the row, and compute the row's logits for all sites."""
         content, key, key_and_floor, logits = self.rows[row]
-        output = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+        output = self.row_content(emitted)
         if is_first:
             content.copy_(output)
         else:
             content.add_(output)
         if self.has_floor:
-            torch.div(self.queries.mm(key), torch.linalg.vector_norm(key_and_floor, dim=self.norm_dim), out=logits)
+            norm = torch.linalg.vector_norm(key_and_floor, dim=self.norm_dim, keepdim=True)
+            torch.div(self.product(self.queries, key), norm, out=logits)
         else:
-            torch.mm(self.queries, key, out=logits)
+            self.product(self.queries, key, out=logits)
+
+    def row_content(self, emitted: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The parts as a row holds them: [B, 1, width] or [B, H, width]."""
+        if self.heads == 1:
+            return emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+        value, key = emitted[0], emitted[-1][..., -self.heads * self.key_size :]
+        batch = len(value)
+        return torch.cat([value.view(batch, self.heads, -1), key.view(batch, self.heads, -1)], dim=-1)
 
     # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
 

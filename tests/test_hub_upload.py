@@ -165,7 +165,7 @@ def test_all_reference_checkpoints_travel(hub, run, tmp_path):
     torch.save({name: expected_outputs(name)["input_ids"] for name in NAMES}, tmp_path / "inputs.pt")
     environment = hub_environment(hub.url, tmp_path / "reader_home")
     result = run_without_package(LOGITS, environment, tmp_path, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
-    assert len(result["modules"]) == 11 and not result["imported"]
+    assert len(result["modules"]) == 14 and not result["imported"]
     assert all(module.startswith("transformers_modules.writer.") for module in result["modules"])
     for name, logits in torch.load(tmp_path / "outputs.pt", weights_only=True).items():
         expected = expected_outputs(name)["logits"]

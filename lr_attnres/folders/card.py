@@ -142,6 +142,8 @@ def _variant_section(config: LRAttnResConfig) -> str:
         blocks = f"{config.num_depth_blocks} blocks of sub-layers"
         rows["sources"] = "one per sub-layer (full)" if config.has_full_sources else blocks
         rows["rank of the routing keys"] = config.depth_key_rank
+        if config.depth_heads > 1:
+            rows["depth heads"] = f"{config.depth_heads}, each with its slice of keys and values"
     return f"A decoder-only Transformer with {DESCRIPTIONS[config.residual_type]}.\n\n" + _table(rows.items())
 
 
