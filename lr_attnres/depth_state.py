@@ -3,7 +3,7 @@
 Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sources, G sites of a group.
 
 `write_source` adds the output of a sub-layer to a `DepthState`, `read_site` reads a site from it. A step of
-generation, one token without gradients, does the same on a `DepthBank`.
+generation, few tokens without gradients, does the same on a `DepthBank`.
 """
 
 import math
@@ -166,14 +166,15 @@ def site_weights(state: DepthState, partial_source: Source | None, site: DepthSi
 class BankRow(NamedTuple):
     """Views of one row of a `DepthBank`."""
 
-    content: torch.Tensor  # [B, 1, D], or [B, 1, D + R] with a separate key
-    key: torch.Tensor  # [R, B]
-    key_and_floor: torch.Tensor  # [R + 1, B]
-    logits: torch.Tensor  # [M, B]
+    content: torch.Tensor  # [B, T, D], or [B, T, D + R] with a separate key
+    key: torch.Tensor  # [R, BT]
+    key_and_floor: torch.Tensor  # [R + 1, BT]
+    logits: torch.Tensor  # [M, BT]
 
 
 class DepthBank:
-    """The sources of one new token, in a table that a step of generation writes and reads in place. No gradients.
+    """The sources of new tokens, in a table that a step of generation writes and reads in place. No gradients. The
+    tokens may be of several sequences, one each (T = 1) or packed into one row (B = 1).
 
     Such a step is bound by the number of operations, not by their size. So nothing is grouped and views are made in
     advance: a site adds the output to the row of its block, computes that row's logits for all sites, and takes one
@@ -191,22 +192,24 @@ class DepthBank:
         queries: torch.Tensor,
         floor: torch.Tensor | None = None,
     ):
-        """emitted: the parts of the embedding, see `emit`, for one token; queries [M, R]."""
+        """emitted: the parts of the embedding, see `emit`; queries [M, R]."""
         self.hidden_size, self.queries, self.has_floor = hidden_size, queries, floor is not None
-        batch, width = len(emitted[0]), sum(part.shape[-1] for part in emitted)
+        self.shape = emitted[0].shape[:2]
+        num_tokens, width = self.shape.numel(), sum(part.shape[-1] for part in emitted)
         floor_or_zero = queries.new_zeros(()) if floor is None else floor
         # Unwritten rows must be finite: 0 * NaN would be NaN.
-        self.bank = floor_or_zero.expand(batch, num_sources, width + 1).clone()
-        self.logits = queries.new_full((len(queries), batch, 1, num_sources), -math.inf)
+        self.bank = floor_or_zero.expand(num_tokens, num_sources, width + 1).clone()
+        self.logits = queries.new_full((len(queries), num_tokens, 1, num_sources), -math.inf)
         self.make_views()
         self.write(0, emitted, is_first=True)
 
     def make_views(self) -> None:
         self.values = self.bank[..., : self.hidden_size]
-        columns = self.bank.transpose(0, 2)[-1 - self.queries.shape[1] :]  # [R + 1, rows, B]
-        contents, logits = self.bank[..., :-1].split(1, dim=1), self.logits[:, :, 0].unbind(-1)
-        self.rows = [*map(BankRow, contents, columns[:-1].unbind(1), columns.unbind(1), logits)]
-        self.norm_dim = None if len(self.bank) == 1 else 0  # over all is faster than over one dimension
+        columns = self.bank.transpose(0, 2)[-1 - self.queries.shape[1] :]  # [R + 1, rows, BT]
+        contents = self.bank[..., :-1].unflatten(0, self.shape).unbind(2)
+        self.rows = [
+            *map(BankRow, contents, columns[:-1].unbind(1), columns.unbind(1), self.logits[:, :, 0].unbind(-1))
+        ]
         self.site_logits = self.logits.unbind(0)
 
     def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
@@ -222,10 +225,15 @@ class DepthBank:
     def read(
         self, site: DepthSite, emitted: tuple[torch.Tensor, ...], dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what sub-layer `site.index` emitted, then read -> hidden [B, 1, D], weights [B, 1, rows]."""
+        """Write what sub-layer `site.index` emitted, then read -> hidden [B, T, D], weights [B, T, rows]."""
         self.write(site.num_sources - 1, emitted, site.num_in_block == 1)
-        weights = self.site_logits[site.index - 1].softmax(dim=-1)
-        hidden = torch.bmm(weights, self.values)
+        logits, values = self.site_logits[site.index - 1], self.values
+        if len(values) > 1:  # for one token, these views would cost more than rows without weight
+            logits, values = logits.narrow(2, 0, site.num_sources), values.narrow(1, 0, site.num_sources)
+        weights = logits.softmax(dim=-1)
+        hidden = torch.bmm(weights, values)
+        if self.shape[1] > 1:
+            hidden, weights = hidden.view(*self.shape, -1), weights.view(*self.shape, -1)
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
     def write(self, row: int, emitted: tuple[torch.Tensor, ...], is_first: bool) -> None:
@@ -237,7 +245,7 @@ class DepthBank:
         else:
             content.add_(output)
         if self.has_floor:
-            torch.div(self.queries.mm(key), torch.linalg.vector_norm(key_and_floor, dim=self.norm_dim), out=logits)
+            torch.div(self.queries.mm(key), torch.linalg.vector_norm(key_and_floor, dim=0), out=logits)
         else:
             torch.mm(self.queries, key, out=logits)
 

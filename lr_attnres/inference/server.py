@@ -8,6 +8,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTo
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
+from transformers.utils.versions import require_version
 
 from ..data.tokenizers import load_tokenizer
 from ..errors import LRAttnResError
@@ -41,6 +42,7 @@ def serve(
     if not is_serve_available():
         command = 'pip install "lr-attnres[serve]", or in a clone pip install ".[serve]"'
         raise ImportError(f"serving needs fastapi, uvicorn and openai: {command}")
+    require_version("transformers>=5.20", "`lr-attnres serve` needs its server: pip install --upgrade transformers")
     sizes = {"concurrent_requests": concurrent_requests, "cb_num_blocks": cb_num_blocks}
     sizes |= {"cb_max_batch_tokens": cb_max_batch_tokens, "max_new_tokens": max_new_tokens}
     for name, value in sizes.items():

@@ -389,6 +389,12 @@ def test_without_the_extra(monkeypatch, capsys):
     assert 'pip install "lr-attnres[serve]", or in a clone pip install ".[serve]"' in capsys.readouterr().err
 
 
+def test_with_an_older_transformers(monkeypatch, capsys):
+    monkeypatch.setattr("transformers.utils.versions.importlib.metadata.version", lambda name: "5.19.1")
+    assert cli.main(["serve", "owner/name"]) == 1
+    assert capsys.readouterr().err.startswith("Error: transformers>=5.20 is required")
+
+
 @pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
 def test_a_port_out_of_range(port):
     with pytest.raises(ValueError, match=f"`port` is {port}; it must lie in 1..65535"):
