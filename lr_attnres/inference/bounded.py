@@ -146,7 +146,7 @@ class PerRequest(ContinuousBatchingLogitsProcessorList):
     def __call__(self, input_ids: Any, scores: Any, logits_processor_args: torch.Tensor) -> Any:
         rows = zip(self.rows, scores.split(1))
         results = [answer.process(out.prompt_ids + out.generated_tokens, row) for (answer, out), row in rows]
-        return torch.cat(results)
+        return torch.cat([*results, scores[len(results) :]])  # the last rows may be of prompts that continue
 
 
 class Batch(ContinuousBatchingManager):

@@ -215,10 +215,12 @@ def test_lengths(client, model):
     assert response.output_text == expected_text(model, MESSAGES, 5)
 
 
-def test_an_overlong_prompt_while_others_stream(client, model):
+def test_long_prompts_while_others_stream(client, model):
+    """One that is read in several steps, and others that are refused."""
     options = {"model": "m", "prompt": "The sea", "temperature": 0, "max_tokens": 150, "stream": True}
     streams = [client.completions.create(**options) for _ in range(3)]
     begun = [next(iter(stream)).choices[0].text for stream in streams]
+    assert complete(client, prompt="long " * 40, temperature=0, max_tokens=8) == greedy(model, "long " * 40, 8)
     start = time.monotonic()
     with pytest.raises(BadRequestError, match="200,000 tokens"):
         client.completions.create(model="m", prompt="x" * 200_000)
