@@ -105,6 +105,7 @@ class Answer:
         model._prepare_special_tokens(config, device=model.device)
         self.processors = model._get_logits_processor(config, input_ids_seq_length=prompt_length, device=model.device)
         self.tokenizer, self.stop_texts = tokenizer, config.stop_strings
+        self.longest_stop = 4 * max(map(len, self.stop_texts), default=0)  # tokens: a character has up to four bytes
         self.generator = None
         if config.do_sample:
             self.generator = torch.Generator(model.device)  # its own: others draw at the same time
@@ -124,7 +125,7 @@ class Answer:
     def is_over(self, tokens: list[int]) -> bool:
         if not self.stop_texts:
             return False
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self.tokenizer.decode(tokens[-self.longest_stop :], skip_special_tokens=True)
         return any(stop in text for stop in self.stop_texts)
 
 
@@ -189,7 +190,7 @@ class BoundedManager(CBGenerateManager):
         self.admit(model, processor, inputs, gen_config)
         pieces, streamer = super().generate_streaming(model, processor, inputs, gen_config, **request)
         if texts := gen_config.stop_strings:
-            pieces = SimpleNamespace(get=cut_pieces(pieces, texts).__anext__, get_nowait=pieces_are_cut_one_by_one)
+            pieces = SimpleNamespace(get=cut_pieces(pieces, texts).__anext__, get_nowait=asyncio.Queue().get_nowait)
         return pieces, streamer
 
     async def generate_non_streaming(
@@ -223,10 +224,6 @@ async def cut_pieces(pieces: asyncio.Queue, texts: list[str]) -> AsyncIterator[A
             sent = end
     yield cut(answer, texts)[sent:]
     yield None
-
-
-def pieces_are_cut_one_by_one() -> Any:
-    raise asyncio.QueueEmpty
 
 
 # The server

@@ -285,7 +285,7 @@ def test_a_generation_config_that_cannot_be_served(model, setting):
 def draw(model, scores: torch.Tensor, seed: int | None = None, **settings) -> torch.Tensor:
     """The tokens that an answer with these settings takes for each row of logits."""
     config = copy.deepcopy(model.generation_config)
-    config.update(do_sample=True, **settings)
+    config.update(do_sample=True, stop_strings=[], **settings)
     config.seed = seed
     return Answer(model, byte_tokenizer(), config, 1).process([1], scores).argmax(-1)
 
