@@ -131,7 +131,7 @@ def test_every_package_that_is_imported_is_declared(wheel):
 
 
 def test_vllm_finds_the_plugin(wheel, monkeypatch):
-    """vLLM calls it in each process and then looks for the class in its registry, and by its name in `transformers`."""
+    """vLLM calls it in each process and looks for classes in its registry, then by name in `transformers`."""
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
     entry_points = ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
