@@ -1,4 +1,4 @@
-"""Decoding token by token with the KV cache at the paper's width and depth, batch 1, eager and compiled."""
+"""Decoding token by token with the KV cache at the paper's width and depth, eager and compiled."""
 
 import torch
 from harness import PAPER_WIDTH, build, share_parameters
@@ -7,17 +7,18 @@ from transformers import StaticCache
 
 
 @torch.no_grad()
-def decode_steps(row: str, layers: int, tokens: int, compiled: bool):
+def decode_steps(row: str, compiled: bool, layers: int, tokens: int, batch: int):
     """`tokens` greedy steps from the first position on, on a static cache, as `generate` runs them when compiled."""
     model = share_parameters(build(row, vocab_size=8192, num_hidden_layers=layers, **PAPER_WIDTH)).eval()
     forward = torch.compile(model, fullgraph=True) if compiled else model
     cache = StaticCache(config=model.config, max_cache_len=max(64, tokens))
-    model(torch.tensor([[1]]), past_key_values=cache, use_cache=True)  # allocates the cache's tensors
+    first = torch.arange(1, batch + 1)[:, None]
+    model(first, past_key_values=cache, use_cache=True)  # allocates the cache's tensors
 
     @torch.no_grad()
     def step():
         cache.reset()
-        token = torch.tensor([[1]])
+        token = first
         for position in range(tokens):
             position_ids = torch.tensor([[position]])
             outputs = forward(token, past_key_values=cache, use_cache=True, position_ids=position_ids)

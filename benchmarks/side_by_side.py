@@ -32,7 +32,7 @@ from harness import (
 import lr_attnres
 
 
-MakeStep = Callable[[str, int, int, bool], Callable[[], None]]  # row, layers, tokens, compiled -> step
+MakeStep = Callable[..., Callable[[], None]]  # row, compiled, layers=, tokens=, batch= -> step
 Rows = dict[str, dict[str, float]]  # row -> seconds and ratios
 
 
@@ -41,6 +41,7 @@ def timing_parser(description: str, repeats: int, layers: int, tokens: int) -> a
     result.add_argument("--repeats", type=at_least_one, default=repeats)
     result.add_argument("--layers", type=int, default=layers)
     result.add_argument("--tokens", type=int, default=tokens)
+    result.add_argument("--batch", type=at_least_one, default=1, help="sequences")
     result.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
     result.add_argument("--compiled-rows", nargs="+", type=known_row, metavar="ROW", help="default: those of --rows")
     result.add_argument(
@@ -51,10 +52,12 @@ def timing_parser(description: str, repeats: int, layers: int, tokens: int) -> a
 
 
 def time_rows(name: str, make_step: MakeStep, args: argparse.Namespace) -> None:
+    """Prints the times and writes `<name>.json`, or `<name>_batch8.json` for a batch of 8."""
     if args.worker:
         serve(make_step, args)
         return
-    modes = earlier_modes(name, args)
+    report = name if args.batch == 1 else f"{name}_batch{args.batch}"
+    modes = earlier_modes(report, args)
     for mode in args.modes:
         chosen = args.compiled_rows if mode == "compiled" and args.compiled_rows else args.rows
         rows = list(dict.fromkeys(["standard", COPY, *chosen]))
@@ -63,24 +66,26 @@ def time_rows(name: str, make_step: MakeStep, args: argparse.Namespace) -> None:
         modes[mode] = {"commit": commit(), "repeats": args.repeats, "rows": with_ratios(rows, times)}
         if args.against:
             modes[mode]["before"] = commit(args.against)
-        print_rows(f"{name}, {mode}", modes[mode]["rows"])
-    settings = {"layers": args.layers, "tokens": args.tokens}
-    write_report(name, args.output, {"settings": settings, "machine": machine(), "modes": modes})
+        print_rows(f"{report}, {mode}", modes[mode]["rows"])
+    write_report(report, args.output, {"settings": sizes(args), "machine": machine(), "modes": modes})
+
+
+def sizes(args: argparse.Namespace) -> dict[str, int]:
+    return {"layers": args.layers, "tokens": args.tokens, "batch": args.batch}
 
 
 def earlier_modes(name: str, args: argparse.Namespace) -> dict[str, dict]:
     """The modes that are not timed now, from a report on this machine with the same sizes."""
     path = args.output / f"{name}.json"
     content = json.loads(path.read_text()) if path.exists() else {}
-    settings = {"layers": args.layers, "tokens": args.tokens}
-    if content.get("settings") != settings or content.get("machine") != machine():
+    if content.get("settings") != sizes(args) or content.get("machine") != machine():
         return {}
     return {mode: rows for mode, rows in content["modes"].items() if mode not in args.modes}
 
 
 def time_checkouts(name: str, rows: list[str], compiled: bool, args: argparse.Namespace) -> dict[str, float]:
     """The seconds of each row and, under `<row>, before`, of the same row in the checkout `args.against`."""
-    options = ["--layers", str(args.layers), "--tokens", str(args.tokens)]
+    options = [text for size, value in sizes(args).items() for text in (f"--{size}", str(value))]
     with ExitStack() as stack:
         worker = stack.enter_context(Worker(name, ROOT, options))
         worker.ask(check=rows)
@@ -158,6 +163,6 @@ def serve(make_step: MakeStep, args: argparse.Namespace) -> None:
         else:
             row = question["row"]
             if row not in steps:
-                steps[row] = make_step(row, args.layers, args.tokens, question["compiled"])
+                steps[row] = make_step(row, question["compiled"], **sizes(args))
             answer = seconds(steps[row])
         print(json.dumps(answer), file=answers, flush=True)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "docs/performance.md", ROOT / "README.md"]
 LAYERS = [4, 8, 16, 32]
+SERVED = ["sliced-n8-r64", QWEN]
 Columns = dict[str, dict[str, float]]  # title -> row -> number
 
 
@@ -62,7 +63,20 @@ def prefill() -> list[str]:
 
 
 def decode() -> list[str]:
-    return steps("decode")
+    reports = {1: "decode", 8: "decode_batch8", 32: "decode_batch32"}  # sequences in a step
+    modes = ("eager", "compiled")
+    columns = {f"{mode}, {batch}": ratios(name, mode) for mode in modes for batch, name in reports.items()}
+    return table(columns, rows=["standard", COPY, *(row for row in ROWS if row != "standard")])
+
+
+def serving() -> list[str]:
+    """Many clients at once: tokens per second, and the 95th percentile of the time to the first token."""
+    report = load("serving")
+    columns: Columns = {}
+    for title, name in (("tokens/s", "tokens_per_second"), ("first token, s", "seconds_to_first_token_p95")):
+        for suffix, part in (("", "rows"), (", ratio", "ratios")):
+            columns[title + suffix] = {row: numbers[name] for row, numbers in report.get(part, {}).items()}
+    return table(columns, {"tokens/s": 0}, rows=SERVED)
 
 
 def depth_read() -> list[str]:
@@ -129,7 +143,8 @@ def overhead() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    make.__name__: make for make in (train_step, prefill, decode, depth_read, source_reads, memory, kernels, overhead)
+    make.__name__: make
+    for make in (train_step, prefill, decode, serving, depth_read, source_reads, memory, kernels, overhead)
 }
 
 

@@ -292,8 +292,6 @@ def serve(parser: argparse.ArgumentParser) -> Callable:
     _add_model_arguments(add)
     new_tokens = "length of an answer for a request that names none (default: %(default)s)"
     add("--max-new-tokens", type=int, default=1024, help=new_tokens)
-    batching = "answer many requests in one batch (default); --no-...: one after the other"
-    add("--continuous-batching", action=argparse.BooleanOptionalAction, default=True, help=batching)
     requests = "requests of the full context that the cache holds (default: %(default)s)"
     add("--concurrent-requests", type=int, default=4, metavar="N", help=requests)
     blocks = "size of the cache in blocks of 256 tokens (default: from --concurrent-requests)"

@@ -4,7 +4,7 @@ Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sou
 heads. What sub-layers emit is summed as it is; a block that becomes a source is cut into heads, as in `depth_routing`.
 
 `write_source` adds the output of a sub-layer to a `DepthState`, `read_site` reads a site from it. A step of
-generation, one token without gradients, does the same on a `DepthBank`.
+generation, few tokens without gradients, does the same on a `DepthBank`.
 """
 
 import math
@@ -171,14 +171,15 @@ def site_weights(state: DepthState, partial_source: Source | None, site: DepthSi
 class BankRow(NamedTuple):
     """Views of one row of a `DepthBank`."""
 
-    content: torch.Tensor  # [B, 1, D], or [B, 1, D + R] with a separate key; with heads [B, H, D / H + R / H]
-    key: torch.Tensor  # [R, B] or [H, R / H, B]
-    key_and_floor: torch.Tensor  # [R + 1, B] or [H, R / H + 1, B]
-    logits: torch.Tensor  # [M, B] or [H, M, B]
+    content: torch.Tensor  # [B, T, D], or [B, T, D + R] with a separate key; with heads [B, T, H, D / H + R / H]
+    key: torch.Tensor  # [R, BT] or [H, R / H, BT]
+    key_and_floor: torch.Tensor  # [R + 1, BT] or [H, R / H + 1, BT]
+    logits: torch.Tensor  # [M, BT] or [H, M, BT]
 
 
 class DepthBank:
-    """The sources of one new token, in a table that a step of generation writes and reads in place. No gradients.
+    """The sources of new tokens, in a table that a step of generation writes and reads in place. No gradients. The
+    tokens may be of several sequences, one each (T = 1) or packed into one row (B = 1).
 
     Such a step is bound by the number of operations, not by their size. So nothing is grouped and views are made in
     advance: a site adds the output to the row of its block, computes that row's logits for all sites, and takes one
@@ -197,29 +198,30 @@ class DepthBank:
         queries: torch.Tensor,
         floor: torch.Tensor | None = None,
     ):
-        """emitted: the parts of the embedding, see `emit`, for one token; queries [M, R]."""
+        """emitted: the parts of the embedding, see `emit`; queries [M, R]."""
         self.heads = 1 if queries.dim() == 2 else queries.shape[1]
         self.queries = queries if self.heads == 1 else queries.transpose(0, 1).contiguous()  # [H, M, R / H]
         self.product = torch.mm if self.heads == 1 else torch.bmm
         self.value_size, self.key_size = hidden_size // self.heads, queries.shape[-1]
         self.has_floor = floor is not None
-        content = self.row_content(emitted)
-        batch, width = len(content) * self.heads, content.shape[-1]
+        self.shape = emitted[0].shape[:2]
+        self.num_tokens, width = self.shape.numel(), self.row_content(emitted).shape[-1]
         floor_or_zero = queries.new_zeros(()) if floor is None else floor
         # Unwritten rows must be finite: 0 * NaN would be NaN.
-        self.bank = floor_or_zero.expand(batch, num_sources, width + 1).clone()
-        self.logits = queries.new_full((len(queries), batch, 1, num_sources), -math.inf)
+        num_rows = self.num_tokens * self.heads
+        self.bank = floor_or_zero.expand(num_rows, num_sources, width + 1).clone()
+        self.logits = queries.new_full((len(queries), num_rows, 1, num_sources), -math.inf)
         self.make_views()
         self.write(0, emitted, is_first=True)
 
     def make_views(self) -> None:
         self.values = self.bank[..., : self.value_size]
-        by_head = self.bank.unflatten(0, (-1, self.heads)).permute(2, 1, 3, 0)  # [rows, H, width + 1, B]
-        contents = by_head[:, :, :-1].permute(0, 3, 1, 2)  # [rows, B, H, width]
-        columns, logits = by_head[:, :, -1 - self.key_size :], self.logits.unflatten(1, (-1, self.heads))
-        logits = logits[..., 0, :].permute(3, 2, 0, 1)  # [rows, H, M, B]
+        by_row = self.bank.unflatten(0, (self.num_tokens, self.heads)).permute(2, 1, 3, 0)  # [rows, H, width + 1, BT]
+        columns = by_row[:, :, -1 - self.key_size :]
+        contents = self.bank[..., :-1].unflatten(0, (*self.shape, self.heads)).movedim(3, 0)  # [rows, B, T, H, width]
+        logits = self.logits.unflatten(1, (self.num_tokens, self.heads))[..., 0, :].permute(3, 2, 0, 1)
         if self.heads == 1:
-            columns, logits = columns.squeeze(1), logits.squeeze(1)
+            contents, columns, logits = contents.squeeze(3), columns.squeeze(1), logits.squeeze(1)
         self.rows = [*map(BankRow, contents, columns[..., :-1, :], columns, logits)]
         self.norm_dim = None if len(self.bank) == 1 else -2  # over all is faster than over one dimension
         self.site_logits = self.logits.unbind(0)
@@ -237,14 +239,18 @@ class DepthBank:
     def read(
         self, site: DepthSite, emitted: tuple[torch.Tensor, ...], dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what sub-layer `site.index` emitted, then read -> hidden [B, 1, D], weights [B, 1, rows] or
-        [B, 1, H, rows]."""
+        """Write what sub-layer `site.index` emitted, then read -> hidden [B, T, D], weights [B, T, rows] or
+        [B, T, H, rows]."""
         self.write(site.num_sources - 1, emitted, site.num_in_block == 1)
-        weights = self.site_logits[site.index - 1].softmax(dim=-1)
-        hidden = torch.bmm(weights, self.values)
+        logits, values = self.site_logits[site.index - 1], self.values
+        if self.num_tokens > 1:  # for one token, these views would cost more than rows without weight
+            logits, values = logits.narrow(2, 0, site.num_sources), values.narrow(1, 0, site.num_sources)
+        weights = logits.softmax(dim=-1)
+        hidden = torch.bmm(weights, values)
         if self.heads > 1:
-            hidden = hidden.view(-1, 1, self.heads * self.value_size)
-            weights = weights.view(-1, 1, self.heads, weights.shape[-1])
+            hidden, weights = hidden.view(*self.shape, -1), weights.view(*self.shape, self.heads, -1)
+        elif self.shape[1] > 1:
+            hidden, weights = hidden.view(*self.shape, -1), weights.view(*self.shape, -1)
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
     def write(self, row: int, emitted: tuple[torch.Tensor, ...], is_first: bool) -> None:
@@ -262,12 +268,11 @@ class DepthBank:
             self.product(self.queries, key, out=logits)
 
     def row_content(self, emitted: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The parts as a row holds them: [B, 1, width] or [B, H, width]."""
+        """The parts as a row holds them: [B, T, width] or [B, T, H, width]."""
         if self.heads == 1:
             return emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
-        value, key = emitted[0], emitted[-1][..., -self.heads * self.key_size :]
-        batch = len(value)
-        return torch.cat([value.view(batch, self.heads, -1), key.view(batch, self.heads, -1)], dim=-1)
+        parts = emitted[0], emitted[-1][..., -self.heads * self.key_size :]
+        return torch.cat([part.view(*self.shape, self.heads, -1) for part in parts], dim=-1)
 
     # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
 

@@ -50,6 +50,8 @@ from .depth_state import (
 
 # Phase 1 and phase 2 of a read: both backends give the same results, see `set_depth_backend`.
 DEPTH_BACKENDS = {"torch": (depth_mix, depth_merge), "triton": (triton_depth_mix, triton_depth_merge)}
+# Most tokens that are read from a `DepthBank`: with more, the products of the general reads are faster.
+BANK_TOKENS = 64
 # Inside a `generate` with `output_depth_weights=True`, each step appends its depth weights; None otherwise.
 generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_weights", default=None)
 
@@ -445,8 +447,11 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         return DepthState(queries, floor, values=(value,), logits=(depth_logits(key, queries, floor),))
 
     def reads_from_bank(self, embeddings: torch.Tensor) -> bool:
-        """True in an eager step of generation. A compiler fuses the general reads better."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or embeddings.shape[1] != 1:
+        """True in an eager step of generation, of as many sequences as one likes to batch or pack, and in other
+        forwards of as few tokens. A compiler fuses the general reads better."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or embeddings.shape[:2].numel() > BANK_TOKENS:
+            return False
+        if torch._C._are_functorch_transforms_active():  # which cannot batch writes in place
             return False
         if self.config.depth_block_exponent != 0 or self.config.depth_count_prior != 0:
             return False

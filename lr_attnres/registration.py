@@ -37,6 +37,10 @@ def register() -> None:
     modeling = import_module(MODELS)
     for name in modeling.__all__:
         setattr(sys.modules["transformers"], name, getattr(modeling, name))
+    registry = import_module("vllm").ModelRegistry
+    for name in ("LRAttnResModel", "LRAttnResForSequenceClassification", "LRAttnResForTokenClassification"):
+        # vLLM puts its own heads on this class: by default it takes the first token, and another name of the head.
+        registry.register_model(name, "vllm.model_executor.models.transformers:TransformersForCausalLM")
 
 
 class RegisterAfterImport(MetaPathFinder):

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import VARIANTS, save_text_model
+from common import VARIANTS, byte_tokenizer, save_text_model, small_model
 from openai import OpenAI
+
+from lr_attnres import LRAttnResForSequenceClassification, LRAttnResForTokenClassification, LRAttnResModel
 
 
 # 1 GB of cache, and threads left to torch
@@ -53,6 +55,11 @@ def models(tmp_path_factory) -> dict[str, tuple[Path, list[list[int]]]]:
     return saved
 
 
+def in_this_process(monkeypatch) -> None:
+    for name, value in (SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():  # read when vLLM is imported
+        monkeypatch.setenv(name, value)
+
+
 def engine_tokens(engine, prompts: list[list[int]]) -> list[list[int]]:
     from vllm import SamplingParams
 
@@ -64,8 +71,7 @@ def engine_tokens(engine, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.compatibility("vLLM: batches, chunked prefill, prefix cache")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_engine_gives_the_tokens_of_generate(variant, models, monkeypatch):
-    for name, value in (SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():  # read when vLLM is imported
-        monkeypatch.setenv(name, value)
+    in_this_process(monkeypatch)
     from vllm import LLM
 
     folder, expected = models[variant]
@@ -83,6 +89,55 @@ def test_the_engine_gives_the_tokens_of_generate(variant, models, monkeypatch):
     assert engine_tokens(engine, PROMPTS) == expected, "with a warm prefix cache"
     assert engine_tokens(engine, PROMPTS[2:3]) == expected[2:3], "alone"
     assert engine_tokens(engine, PROMPTS[:1]) == expected[:1], "one token, alone"
+
+
+# Embeddings and classification: without options, vLLM takes the last token, as Transformers does
+
+HEADS = {  # name -> variant, and the class of the saved model; None: the language model
+    "embed, of a language model": ("projected_full", None),
+    "embed": ("attnres_full", LRAttnResModel),
+    "classify": ("sliced_block", LRAttnResForSequenceClassification),
+    "token_classify": ("projected_block", LRAttnResForTokenClassification),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)  # before the first engine, as `models`
+@torch.no_grad()
+def heads(models, tmp_path_factory) -> dict[str, tuple[Path, list[torch.Tensor]]]:
+    """Head -> its folder, and what Transformers computes for each prompt."""
+    saved = {}
+    for name, (variant, model_class) in HEADS.items():
+        folder = models[variant][0]
+        if model_class is None:
+            model = LRAttnResModel.from_pretrained(folder)
+        else:
+            folder = tmp_path_factory.mktemp(model_class.__name__)
+            sizes = {"vocab_size": 257, "max_position_embeddings": 256, "head_dim": HEAD_DIM, "pad_token_id": 256}
+            model = small_model(variant, model_class, num_labels=3, **sizes)
+            model.save_pretrained(folder)
+            byte_tokenizer().save_pretrained(folder)
+        outputs = [model(torch.tensor([prompt])) for prompt in PROMPTS]
+        if name.startswith("embed"):
+            results = [torch.nn.functional.normalize(output.last_hidden_state[0, -1], dim=-1) for output in outputs]
+        else:
+            results = [output.logits[0].softmax(-1) for output in outputs]
+        saved[name] = folder, results
+    return saved
+
+
+@pytest.mark.compatibility("vLLM: embeddings, classification", variants=[variant for variant, _ in HEADS.values()])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads(name, heads, monkeypatch):
+    in_this_process(monkeypatch)
+    from vllm import LLM
+
+    folder, expected = heads[name]
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4}
+    engine = LLM(str(folder), runner="pooling", **options)
+    prompts, task = [{"prompt_token_ids": prompt} for prompt in PROMPTS], name.split(",")[0]
+    outputs = engine.encode(prompts, pooling_task=task, use_tqdm=False)
+    for output, result in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output.outputs.data, result, atol=1e-5, rtol=1e-4)  # float32, in other products
 
 
 # The server

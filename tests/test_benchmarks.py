@@ -35,9 +35,12 @@ def test_tables_are_written_between_their_marks(monkeypatch, tmp_path):
     rows = {"standard": {"seconds": 2.0, "ratio": 1.0}, "attnres-n8": {"seconds": 2.25, "ratio": 1.125}}
     (tmp_path / "decode.json").write_text(json.dumps({"modes": {"compiled": {"rows": rows}}}))
     page = tables.fill("before\n<!-- table: decode -->\n\nold\n\n<!-- /table -->\nbetween\n<!-- /table -->\n")
-    assert page.startswith("before\n<!-- table: decode -->\n\n| model | eager | compiled |\n| --- | --- | --- |\n")
-    assert "| standard | - | 1.000 |\n" in page and "| attnres-n8 | - | 1.125 |\n" in page
-    assert "| standard (copy) | - | - |\n" in page and "old" not in page
+    assert page.startswith(
+        "before\n<!-- table: decode -->\n\n| model | eager, 1 | eager, 8 | eager, 32 | compiled, 1 |"
+    )
+    assert "| standard | - | - | - | 1.000 | - | - |\n" in page
+    assert "| attnres-n8 | - | - | - | 1.125 | - | - |\n" in page
+    assert "| standard (copy) | - | - | - | - | - | - |\n" in page and "old" not in page
     assert page.endswith("\n\n<!-- /table -->\nbetween\n<!-- /table -->\n") and tables.fill(page) == page
 
 
@@ -87,10 +90,15 @@ def test_two_checkouts_are_timed_side_by_side(tmp_path, capsys):
     )
     options = ["--modes", "eager", "--rows", "sliced-n8-r64", harness.NAIVE, "--output", str(tmp_path)]
     parser = side_by_side.timing_parser("", repeats=1, layers=1, tokens=2)
-    side_by_side.time_rows("decode", None, parser.parse_args([*options, "--against", str(package.parent)]))
+    side_by_side.time_rows(
+        "decode", None, parser.parse_args([*options, "--batch", "2", "--against", str(package.parent)])
+    )
     assert (package / "imported").exists() and "of before" in capsys.readouterr().out
-    content = json.loads((tmp_path / "decode.json").read_text())
-    assert content["settings"] == {"layers": 1, "tokens": 2} and content["machine"]["torch"] == torch.__version__
+    content = json.loads((tmp_path / "decode_batch2.json").read_text())
+    assert (
+        content["settings"] == {"layers": 1, "tokens": 2, "batch": 2}
+        and content["machine"]["torch"] == torch.__version__
+    )
     rows = content["modes"]["eager"]["rows"]
     assert list(rows) == ["standard", harness.COPY, "sliced-n8-r64", harness.NAIVE]
     assert all(numbers["seconds"] > 0 for numbers in rows.values())

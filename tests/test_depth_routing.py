@@ -232,15 +232,15 @@ SWITCHES = {"switches": {"depth_key_norm": False, "depth_query_norm": True, "dep
 SWITCHES["heads"] = {"depth_heads": 8}
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 5), (2, 3)], ids=str)
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("variant", ROUTED)
 @torch.no_grad()
-def test_one_token_reads_from_the_bank(variant, switches, batch, monkeypatch):
-    model, token = small_model(variant, **SWITCHES[switches]).double(), random_tokens(batch, 1)
-    banked = model(token, output_depth_weights=True)
+def test_few_tokens_read_from_the_bank(variant, switches, shape, monkeypatch):
+    model, tokens = small_model(variant, **SWITCHES[switches]).double(), random_tokens(*shape)
+    banked = model(tokens, output_depth_weights=True)
     monkeypatch.setattr(LRAttnResModel, "reads_from_bank", lambda self, embeddings: False)
-    expected = model(token, output_depth_weights=True)
+    expected = model(tokens, output_depth_weights=True)
     torch.testing.assert_close(banked.logits, expected.logits)
     for ours, theirs in zip(banked.depth_weights, expected.depth_weights, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -265,13 +265,15 @@ def test_the_bank_in_half_precision(variant, dtype):
 @torch.no_grad()
 def test_when_the_bank_is_used():
     model = small_model()
-    token, tokens = torch.zeros(2, 1, 32), torch.zeros(2, 5, 32)
+    token = torch.zeros(2, 1, 32)
     assert isinstance(model.model.start_depth_state(token), DepthBank)
-    assert not model.model.reads_from_bank(tokens)
+    assert all(model.model.reads_from_bank(torch.zeros(shape)) for shape in [(1, 64, 32), (64, 1, 32), (2, 32, 32)])
+    assert not any(model.model.reads_from_bank(torch.zeros(shape)) for shape in [(1, 65, 32), (2, 33, 32)])
     with torch.enable_grad():
         assert not model.model.reads_from_bank(token)
     with torch.autocast("cpu", torch.bfloat16):
         assert not model.model.reads_from_bank(token)
+    torch.func.vmap(lambda row: model.model(inputs_embeds=row, use_cache=False).last_hidden_state)(token[:, None])
     assert not small_model(depth_block_exponent=0.5).model.reads_from_bank(token)
     assert not small_model(depth_count_prior=1.0).model.reads_from_bank(token)
 

@@ -11,6 +11,7 @@ from configparser import ConfigParser
 from email import message_from_bytes
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,7 +131,7 @@ def test_every_package_that_is_imported_is_declared(wheel):
 
 
 def test_vllm_finds_the_plugin(wheel, monkeypatch):
-    """vLLM calls it in each process and then looks for the class by its name in `transformers`."""
+    """vLLM calls it in each process and looks for classes in its registry, then by name in `transformers`."""
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
     entry_points = ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
@@ -138,7 +139,11 @@ def test_vllm_finds_the_plugin(wheel, monkeypatch):
     modeling, transformers = import_module(lr_attnres.LRAttnResModel.__module__), import_module("transformers")
     for name in modeling.__all__:
         monkeypatch.setattr(transformers, name, None, raising=False)
+    classes = {}
+    registry = SimpleNamespace(register_model=classes.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
     getattr(import_module(module), function)()
+    assert {"LRAttnResModel", "LRAttnResForSequenceClassification"} < set(classes) < set(modeling.__all__)
     assert transformers.LRAttnResForCausalLM is lr_attnres.LRAttnResForCausalLM
 
 

@@ -3,11 +3,12 @@
 import math
 import socket
 import sys
-from typing import Any, cast
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerationMode
 from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
+from transformers.utils.versions import require_version
 
 from ..data.tokenizers import load_tokenizer
 from ..errors import LRAttnResError
@@ -28,29 +29,25 @@ def serve(
     device: str = "auto",
     dtype: str = "auto",
     max_new_tokens: int = 1024,
-    continuous_batching: bool = True,
     concurrent_requests: int = 4,
     cb_num_blocks: int | None = None,
     cb_max_batch_tokens: int = 512,
 ) -> None:
     """Serve a model (folder or Hub repository) until interrupted.
 
-    `max_new_tokens` is the length of an answer for a request that names none. Continuous batching answers many
-    requests in one batch. Its cache holds `concurrent_requests` of the full context, and more that are shorter;
-    `cb_num_blocks` gives its size in blocks of 256 tokens instead. A step computes `cb_max_batch_tokens` at most.
+    `max_new_tokens` is the length of an answer for a request that names none. Requests are answered in one batch. Its
+    cache holds `concurrent_requests` of the full context, and more that are shorter; `cb_num_blocks` gives its size in
+    blocks of 256 tokens instead. A step computes `cb_max_batch_tokens` at most.
     """
     if not is_serve_available():
         command = 'pip install "lr-attnres[serve]", or in a clone pip install ".[serve]"'
         raise ImportError(f"serving needs fastapi, uvicorn and openai: {command}")
+    require_version("transformers>=5.20", "`lr-attnres serve` needs its server: pip install --upgrade transformers")
     sizes = {"concurrent_requests": concurrent_requests, "cb_num_blocks": cb_num_blocks}
     sizes |= {"cb_max_batch_tokens": cb_max_batch_tokens, "max_new_tokens": max_new_tokens}
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise LRAttnResError(f"`{name}` is {value}; it must be at least 1.")
-    if cb_num_blocks is not None and not continuous_batching:
-        raise LRAttnResError(
-            f"`cb_num_blocks` is {cb_num_blocks}, but only continuous batching has a cache of blocks."
-        )
     check_address(host, port)
     config = load_config(model)
     tokenizer = load_tokenizer(model, config.vocab_size)
@@ -59,12 +56,9 @@ def serve(
         say(f"Warning: the server has no password. Anyone who reaches {host}:{port} can use it.")
     if loaded.generation_config.eos_token_id is None:
         say("Note: this model has no end-of-text token, so every answer is as long as its request allows.")
-    context, batching = config.max_position_embeddings, None
-    if continuous_batching and (reason := why_not_batched(loaded)):
-        say(f"Note: requests run one by one, because {reason}.")
-    elif continuous_batching:
-        batching = batch_settings(context, concurrent_requests, cb_num_blocks, cb_max_batch_tokens)
-        context = min(context, PAGE * (batching.num_blocks or 0))
+    check_generation(loaded)
+    batching = batch_settings(config.max_position_embeddings, concurrent_requests, cb_num_blocks, cb_max_batch_tokens)
+    context = min(config.max_position_embeddings, PAGE * (batching.num_blocks or 0))
     run_server(model, loaded, tokenizer, host, port, context, max_new_tokens, batching)
 
 
@@ -72,12 +66,14 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def why_not_batched(model: PreTrainedModel) -> str | None:
-    """A batch knows temperature, top_k and top_p only."""
-    processors = cast(Any, model)._get_logits_processor(model.generation_config, input_ids_seq_length=1)
-    names = {type(processor).__name__ for processor in processors}
-    names -= {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"}
-    return f"a batch cannot follow the generation_config.json of this model ({', '.join(names)})" if names else None
+def check_generation(model: PreTrainedModel) -> None:
+    """Raise for a generation config that needs more than one row per sequence in a batch."""
+    mode, guidance = model.generation_config.get_generation_mode(), model.generation_config.guidance_scale
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or guidance not in (None, 1):
+        asked = f"{mode.value.replace('_', ' ')} with `guidance_scale` {guidance}"
+        raise LRAttnResError(
+            f"generation_config.json asks for {asked}; the server is greedy or samples, without guidance: change it."
+        )
 
 
 def batch_settings(
@@ -89,7 +85,8 @@ def batch_settings(
         num_blocks=num_blocks,
         max_batch_tokens=max_batch_tokens,
         max_requests_per_batch=min(num_blocks, max_batch_tokens, 64),  # bounds the memory of the logits
-        auto_switch_to_flash=False,  # requests outside the batch use the same model
+        auto_switch_to_flash=False,  # it may download kernels
+        use_cuda_graph=False,  # each row of a batch is processed in Python, as its request asks
     )
 
 
@@ -101,7 +98,7 @@ def run_server(
     port: int,
     context: int,
     max_new_tokens: int,
-    batching: ContinuousBatchingConfig | None,
+    batching: ContinuousBatchingConfig,
 ) -> None:
     """Serve a loaded model under this name."""
     import uvicorn

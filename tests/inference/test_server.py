@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,16 +21,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 import uvicorn
-from common import byte_tokenizer, save_text_model, small_model
+from common import ONE_OF_EACH, byte_tokenizer, save_text_model, small_model
 from openai import APIStatusError, BadRequestError, OpenAI
 from safetensors.torch import load_file, save_file
 from test_snippets import ROOT, snippets
-from transformers import TopPLogitsWarper
-from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from lr_attnres import cli
-from lr_attnres.inference.bounded import CutQueue, GreedyOrTemperature, SeededNoise, TopP, make_app
-from lr_attnres.inference.server import batch_settings, check_address, why_not_batched
+from lr_attnres import LRAttnResError, cli
+from lr_attnres.inference.bounded import Answer, cut_pieces, make_app
+from lr_attnres.inference.server import batch_settings, check_address, check_generation
 
 
 MESSAGES = [{"role": "user", "content": "What is the sea?"}]
@@ -52,9 +51,8 @@ def printable(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextmanager
-def serving(model: torch.nn.Module, batched: bool = True, name: str = "m") -> Iterator[OpenAI]:
-    batching = batch_settings(CONTEXT, 4, None, 64) if batched else None
-    app, state = make_app(name, model, byte_tokenizer(), CONTEXT, 24, batching)
+def serving(model: torch.nn.Module, name: str = "m") -> Iterator[OpenAI]:
+    app, state = make_app(name, model, byte_tokenizer(), CONTEXT, 24, batch_settings(CONTEXT, 4, None, 64))
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error"))
     thread = threading.Thread(target=server.run)
@@ -95,9 +93,8 @@ def client(model):
 @pytest.fixture
 def served(request, tmp_path):
     """(client, model name, the same model in this process)"""
-    variant, mode = request.param
-    model = save_text_model(tmp_path, variant)
-    with serving(model, mode == "continuous batching", str(tmp_path)) as client:
+    model = save_text_model(tmp_path, request.param)
+    with serving(model, str(tmp_path)) as client:
         yield client, str(tmp_path), model
 
 
@@ -115,17 +112,7 @@ def expected_text(model, messages: list[dict], length: int) -> str:
 
 
 @pytest.mark.compatibility("OpenAI-compatible server", parameter="served")
-@pytest.mark.parametrize(
-    "served",
-    [
-        ("standard", "one by one"),
-        ("attnres_full", "one by one"),
-        ("projected_block", "continuous batching"),
-        ("sliced_block", "continuous batching"),
-    ],
-    ids=str,
-    indirect=True,
-)
+@pytest.mark.parametrize("served", ONE_OF_EACH, indirect=True)
 def test_chat_streaming_and_two_at_once(served, capsys):
     client, name, model = served
     options = {"model": name, "max_tokens": 12, "temperature": 0.0}
@@ -228,10 +215,12 @@ def test_lengths(client, model):
     assert response.output_text == expected_text(model, MESSAGES, 5)
 
 
-def test_an_overlong_prompt_while_others_stream(client, model):
+def test_long_prompts_while_others_stream(client, model):
+    """One that is read in several steps, and others that are refused."""
     options = {"model": "m", "prompt": "The sea", "temperature": 0, "max_tokens": 150, "stream": True}
     streams = [client.completions.create(**options) for _ in range(3)]
     begun = [next(iter(stream)).choices[0].text for stream in streams]
+    assert complete(client, prompt="long " * 40, temperature=0, max_tokens=8) == greedy(model, "long " * 40, 8)
     start = time.monotonic()
     with pytest.raises(BadRequestError, match="200,000 tokens"):
         client.completions.create(model="m", prompt="x" * 200_000)
@@ -261,7 +250,7 @@ def test_endpoints(client):
     assert status(f"{root}/health") == 200
     for path in ("/load_model", "/reset", "/v1/systemone", "/v1/audio/transcriptions"):
         assert status(f"{root}{path}", b'{"model": "gpt2"}') == 404
-    assert status(f"{root}/v1/completions", iter([b" " * 1000] * 400)) in (400, None)  # of no announced length
+    assert status(f"{root}/v1/completions", iter([b" " * 1000] * 400)) in (411, None)  # of no announced length
     assert status(f"{root}/v1/completions", b"[" * 100_000) == 400
     assert client.completions.create(model="m", prompt="x", max_tokens=1).usage.completion_tokens == 1
 
@@ -274,34 +263,46 @@ def test_clients_with_one_request_id(client, model):
         assert list(pool.map(ask, ["One", "Two"])) == [greedy(model, "One", 12), greedy(model, "Two", 12)]
 
 
-def test_a_model_that_a_batch_cannot_follow(model):
-    copied = copy.deepcopy(model)
-    assert why_not_batched(copied) is None
-    copied.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
-    assert why_not_batched(copied) is None
-    copied.generation_config.repetition_penalty = 1.1
-    assert "RepetitionPenaltyLogitsProcessor" in why_not_batched(copied)
+def test_the_generation_config_of_the_model_is_followed(model):
+    """Also where it depends on the tokens so far."""
+    changed = copy.deepcopy(model)
+    changed.generation_config.update(repetition_penalty=1.5, no_repeat_ngram_size=3)
+    expected = [greedy(changed, prompt, 24) for prompt in ("The sea", "Rain")]
+    assert expected != [greedy(model, prompt, 24) for prompt in ("The sea", "Rain")]
+    with serving(copy.deepcopy(changed)) as client, ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda prompt: complete(client, prompt=prompt), ("The sea", "Rain"))) == expected
 
 
-def test_sampling_of_a_row_is_that_of_generate():
-    torch.manual_seed(0)
-    scores = torch.randn(3, 50)
-    scores[0, [4, 9]] = 9.0  # equal logits: argmax takes the first
-    temperatures, top_ps = torch.tensor([0.0, 0.5, 2.0]), torch.tensor([1.0, 0.7, 1.0])
-    result = GreedyOrTemperature(TemperatureLogitsWarper(1.0))(scores, temperatures.view(torch.int32))
-    result = TopP(TopPLogitsWarper(1.0))(result, top_ps.view(torch.int32))
-    assert result[0].isfinite().nonzero().tolist() == [[4]]
-    expected = TopPLogitsWarper(0.7)(None, scores[1:2] / 0.5)
-    torch.testing.assert_close(result[1:2], expected)
-    torch.testing.assert_close(result[2], scores[2] / 2)
+@pytest.mark.parametrize("setting", [{"num_beams": 4}, {"guidance_scale": 1.5}], ids=str)
+def test_a_generation_config_that_cannot_be_served(model, setting):
+    changed = copy.deepcopy(model)
+    check_generation(changed)
+    changed.generation_config.update(**setting)
+    with pytest.raises(LRAttnResError, match="generation_config.json asks for .*: change it"):
+        check_generation(changed)
 
 
-def test_seeded_noise_samples_from_the_softmax():
-    logits = torch.tensor([[0.0, 1.0, 2.0, float("-inf")]])
-    noise = SeededNoise(0)
-    draws = torch.cat([noise(None, logits.expand(100, -1)).argmax(-1) for _ in range(100)])
-    shares = draws.bincount(minlength=4) / len(draws)
-    torch.testing.assert_close(shares, logits.softmax(-1)[0], atol=0.02, rtol=0)  # 4 standard deviations of 10,000
+def draw(model, scores: torch.Tensor, seed: int | None = None, **settings) -> torch.Tensor:
+    """The tokens that an answer with these settings takes for each row of logits."""
+    config = copy.deepcopy(model.generation_config)
+    config.update(do_sample=True, stop_strings=[], **settings)
+    config.seed = seed
+    return Answer(model, byte_tokenizer(), config, 1).process([1], scores).argmax(-1)
+
+
+def test_sampling_is_that_of_generate(model):
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    rows = logits.expand(10_000, -1)
+    for settings, expected in [
+        ({}, logits),
+        ({"temperature": 2.0}, logits / 2),
+        ({"top_p": 0.8}, torch.tensor([[-math.inf, 1.0, 2.0, -math.inf]])),
+        ({"top_k": 1}, torch.tensor([[-math.inf, -math.inf, 2.0, -math.inf]])),
+    ]:
+        shares = draw(model, rows, seed=0, **settings).bincount(minlength=4) / len(rows)
+        torch.testing.assert_close(shares, expected.softmax(-1)[0], atol=0.02, rtol=0)  # 4 standard deviations
+    assert draw(model, rows, seed=1).equal(draw(model, rows, seed=1))
+    assert not draw(model, rows).equal(draw(model, rows))
 
 
 def test_stop_across_pieces():
@@ -309,24 +310,19 @@ def test_stop_across_pieces():
         queue = asyncio.Queue()
         for piece in [*pieces, None]:
             queue.put_nowait(piece)
-        cut = CutQueue(queue, texts)
-        result = []
-        for _ in range(20):
-            if (piece := await cut.get()) is None:
-                return result
-            result.append(piece)
+        return [piece async for piece in cut_pieces(queue, texts)]
 
-    assert "".join(asyncio.run(shown(["one t", "w", "o thr", "ee"], ["two"]))) == "one "
-    assert "".join(asyncio.run(shown(["one t", "w", "in thr", "ee tw"], ["two", "x"]))) == "one twin three tw"
-    assert asyncio.run(shown(["abcdef", "gh"], ["xyz"])) == ["abcd", "ef", "gh"]
+    assert asyncio.run(shown(["one t", "w", "o thr", "ee"], ["two"])) == ["one", " ", "", None]
+    assert "".join(asyncio.run(shown(["one t", "w", "in thr", "ee tw"], ["two", "x"]))[:-1]) == "one twin three tw"
+    assert asyncio.run(shown(["abcdef", "gh"], ["xyz"])) == ["abcd", "ef", "gh", None]
 
 
-def start(folder, *options: str) -> tuple[subprocess.Popen, int]:
+def start(folder) -> tuple[subprocess.Popen, int]:
     port = free_port()
     command = [sys.executable, "-m", "lr_attnres.cli", "serve", str(folder), "--port", str(port), "--device", "cpu"]
     environment = os.environ | {"HF_HOME": str(folder / "no_cache")}
     process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", *options],
+        [*command, "--host", "127.0.0.1"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -340,8 +336,7 @@ def test_the_command(tmp_path):
     save_text_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 8192}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    signals = {signal.SIGTERM: [], signal.SIGINT: ["--no-continuous-batching"]}
-    running = {number: start(tmp_path, *options) for number, options in signals.items()}
+    running = {number: start(tmp_path) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for number, (process, port) in running.items():
             line, curl = process.stdout.readline(), process.stdout.readline()
@@ -396,6 +391,12 @@ def test_without_the_extra(monkeypatch, capsys):
     assert 'pip install "lr-attnres[serve]", or in a clone pip install ".[serve]"' in capsys.readouterr().err
 
 
+def test_with_an_older_transformers(monkeypatch, capsys):
+    monkeypatch.setattr("transformers.utils.versions.importlib.metadata.version", lambda name: "5.19.1")
+    assert cli.main(["serve", "owner/name"]) == 1
+    assert capsys.readouterr().err.startswith("Error: transformers>=5.20 is required")
+
+
 @pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
 def test_a_port_out_of_range(port):
     with pytest.raises(ValueError, match=f"`port` is {port}; it must lie in 1..65535"):
@@ -418,7 +419,6 @@ def test_a_port_in_use():
         (["--device", "abacus"], "`device` abacus cannot be used"),
         (["--cb-num-blocks", "0"], "`cb_num_blocks` is 0; it must be at least 1."),
         (["--max-new-tokens", "0"], "`max_new_tokens` is 0; it must be at least 1."),
-        (["--cb-num-blocks", "8", "--no-continuous-batching"], "`cb_num_blocks` is 8, but only continuous batching"),
     ],
     ids=str,
 )
