@@ -43,7 +43,7 @@ def test_metadata_and_origin(tmp_path):
         license="apache-2.0",
         language=["en"],
         datasets=["owner/text"],
-        recipe={"optimizer": "Muon"},
+        recipe={"optimizer": "Muon", "betas": [0.9, 0.95], "batch_tokens": 262144},
         evaluation=results,
     )
     card = card_of(tmp_path, small_config(), tags=["mine"])
@@ -52,8 +52,9 @@ def test_metadata_and_origin(tmp_path):
     assert (card.data.license, card.data.language, card.data.datasets) == ("apache-2.0", ["en"], ["owner/text"])
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("lambada", "perplexity", 21.5)
-    for row in ("| training step | 1,200 |", "| training tokens | 5,000,000 |", "| optimizer | Muon |"):
-        assert row in card.text
+    for row in ("training step | 1,200", "training tokens | 5,000,000", "optimizer | Muon", "betas | [0.9, 0.95]"):
+        assert f"| {row} |" in card.text
+    assert "| batch_tokens | 262144 |" in card.text
     assert "| converted from | owner/released, final_model.pt |" in card.text
     assert "| lambada, perplexity | 21.5 |" in card.text
 
