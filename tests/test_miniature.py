@@ -325,6 +325,12 @@ def test_a_page_of_all_rows(full_results):
     assert verdicts["sliced in blocks beats the baseline"] == "reproduced"
     assert verdicts["attnres, full, raises the gradient norm"] == "reproduced"
     assert report.summary(full_results) in text and "degrees of freedom" in text
+    heads = {row: report.compare_heads(full_results, row, "sliced-n8-r6") for row in ("sliced-n8-r48-h8", "standard")}
+    assert heads["sliced-n8-r48-h8"].endswith(" to `sliced-n8-r6`: not resolved")
+    assert heads["standard"].endswith("heads are worse")  # by 0.1
+    assert report.compare_heads(full_results, "sliced-n8-r12-h2", "sliced-n8-r12") == "-"
+    assert report.one_head_rows("sliced-n8-r48-h8") == ["sliced-n8-r48", "sliced-n8-r6"]
+    assert "Of 12 comparisons with one head: " in text and report.one_head_rows("sliced-n8-r48") == []
     assert "`continued-projected-n8-r3` differs from the continued baseline by 5 % of that." in text
 
 

@@ -200,12 +200,8 @@ def upgrade_model(
     output_dir = Path(output_dir)
     check_absent(output_dir)
     source = open_source(model_or_path, revision, token)
-    depth = {
-        "residual_type": residual_type,
-        "num_depth_blocks": num_depth_blocks,
-        "depth_key_rank": depth_key_rank,
-        "depth_heads": depth_heads,
-    }
+    depth: dict[str, Any] = {"residual_type": residual_type, "num_depth_blocks": num_depth_blocks}
+    depth |= {"depth_key_rank": depth_key_rank, "depth_heads": depth_heads}
     weights = UpgradedWeights(source, seed, depth)
     tokenizer = tokenizer or source.tokenizer()
     if tokenizer is None:
