@@ -75,6 +75,11 @@ class DepthState(NamedTuple):
         )
 
 
+def normalizes_emitted_keys(config: LRAttnResConfig) -> bool:
+    """The keys of `projected` are normalised before they are summed into a block."""
+    return config.residual_type == "projected" and config.depth_key_norm and not config.has_full_sources
+
+
 def emit(
     config: LRAttnResConfig, value: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor]:
@@ -82,10 +87,9 @@ def emit(
     value are its key, or `(value, key)`, where the key is [B, T, R]."""
     if key is None:
         return (value,)
-    if config.has_full_sources or not config.depth_key_norm:
+    if not normalizes_emitted_keys(config):
         return value, key
-    # Keys are normalised before they are summed into a block. contiguous(): the key is a view, and saving it for the
-    # backward would keep the whole output of the projection.
+    # contiguous(): the key is a view, and saving it for the backward would keep the whole output of the projection.
     return value, depth_rms_norm(key.contiguous(), config.rms_norm_eps)
 
 
@@ -167,7 +171,9 @@ class BankRow(NamedTuple):
     """Views of one row of a `DepthBank`."""
 
     content: torch.Tensor  # [B, 1, D], or [B, 1, D + R] with a separate key
-    key: torch.Tensor  # [R, B]
+    value: torch.Tensor  # [B, 1, D]
+    key: torch.Tensor  # [B, 1, R]
+    key_column: torch.Tensor  # [R, B]
     key_and_floor: torch.Tensor  # [R + 1, B]
     logits: torch.Tensor  # [M, B]
 
@@ -179,33 +185,40 @@ class DepthBank:
     advance: a site adds the output to the row of its block, computes that row's logits for all sites, and takes one
     softmax and one product over all rows.
 
-    One row per source: value [D], its key [R] if `emit` returns one, then the floor of the key norm. The norm of key
-    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf.
+    One row per source: value [D], its key [R] in `projected`, then the floor of the key norm. The norm of key and
+    floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf.
     """
 
     def __init__(
         self,
-        emitted: tuple[torch.Tensor, ...],
-        hidden_size: int,
+        config: LRAttnResConfig,
         num_sources: int,
+        embedding: torch.Tensor,
+        embedding_key: torch.Tensor | None,
         queries: torch.Tensor,
         floor: torch.Tensor | None = None,
     ):
-        """emitted: the parts of the embedding, see `emit`, for one token; queries [M, R]."""
-        self.hidden_size, self.queries, self.has_floor = hidden_size, queries, floor is not None
-        batch, width = len(emitted[0]), sum(part.shape[-1] for part in emitted)
-        floor_or_zero = queries.new_zeros(()) if floor is None else floor
-        # Unwritten rows must be finite: 0 * NaN would be NaN.
-        self.bank = floor_or_zero.expand(batch, num_sources, width + 1).clone()
-        self.logits = queries.new_full((len(queries), batch, 1, num_sources), -math.inf)
+        """embedding [B, 1, D], its key [B, 1, R] in `projected`; queries and floor as for `depth_logits`."""
+        self.hidden_size, self.queries, self.floor = config.hidden_size, queries, floor
+        self.normalizes_emitted_keys = normalizes_emitted_keys(config)
+        output = embedding if embedding_key is None else torch.cat([embedding, embedding_key], dim=-1)
+        # Outputs are added to rows of zeros. Rows that are not written yet must be finite: 0 * NaN would be NaN.
+        self.bank = queries.new_zeros(len(output), num_sources, output.shape[-1] + 1)
+        if floor is not None:
+            # The keys of `projected` blocks are stored without their factor sqrt(R), and so is their floor.
+            self.bank[..., -1] = floor / math.sqrt(config.depth_key_rank) if self.normalizes_emitted_keys else floor
+        self.logits = queries.new_full((len(queries), len(output), 1, num_sources), -math.inf)
         self.make_views()
-        self.write(0, emitted, is_first=True)
+        self.write(0, output)
 
     def make_views(self) -> None:
+        rank = self.queries.shape[1]
         self.values = self.bank[..., : self.hidden_size]
-        columns = self.bank.transpose(0, 2)[-1 - self.queries.shape[1] :]  # [R + 1, rows, B]
+        columns = self.bank.transpose(0, 2)[-1 - rank :]  # [R + 1, rows, B]
         contents, logits = self.bank[..., :-1].split(1, dim=1), self.logits[:, :, 0].unbind(-1)
-        self.rows = [*map(BankRow, contents, columns[:-1].unbind(1), columns.unbind(1), logits)]
+        values = [content[..., : self.hidden_size] for content in contents]
+        keys = [content[..., -rank:] for content in contents]
+        self.rows = [*map(BankRow, contents, values, keys, columns[:-1].unbind(1), columns.unbind(1), logits)]
         self.norm_dim = None if len(self.bank) == 1 else 0  # over all is faster than over one dimension
         self.site_logits = self.logits.unbind(0)
 
@@ -216,30 +229,32 @@ class DepthBank:
             return self
         moved = copy(self)
         moved.bank, moved.queries, moved.logits = bank, self.queries.to(device), self.logits.to(device)
+        moved.floor = None if self.floor is None else self.floor.to(device)
         moved.make_views()
         return moved
 
-    def read(
-        self, site: DepthSite, emitted: tuple[torch.Tensor, ...], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what sub-layer `site.index` emitted, then read -> hidden [B, 1, D], weights [B, 1, rows]."""
-        self.write(site.num_sources - 1, emitted, site.num_in_block == 1)
+    def read(self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write what sub-layer `site.index` returned, then read -> hidden [B, 1, D], weights [B, 1, rows]."""
+        self.write(site.num_sources - 1, output)
         weights = self.site_logits[site.index - 1].softmax(dim=-1)
         hidden = torch.bmm(weights, self.values)
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
-    def write(self, row: int, emitted: tuple[torch.Tensor, ...], is_first: bool) -> None:
-        """Put the parts into a row, or add them to the row, and compute the row's logits for all sites."""
-        content, key, key_and_floor, logits = self.rows[row]
-        output = emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
-        if is_first:
-            content.copy_(output)
+    def write(self, index: int, output: torch.Tensor) -> None:
+        """Add an output, value [D] or value and key [D + R], to a row; compute the row's logits for all sites."""
+        row = self.rows[index]
+        if self.normalizes_emitted_keys:
+            value, key = output.split([self.hidden_size, self.queries.shape[1]], dim=-1)
+            row.value.add_(value)
+            norm = torch.linalg.vector_norm(key, dim=-1, keepdim=True, dtype=row.key.dtype)
+            row.key.addcdiv_(key, norm.hypot_(self.floor))
         else:
-            content.add_(output)
-        if self.has_floor:
-            torch.div(self.queries.mm(key), torch.linalg.vector_norm(key_and_floor, dim=self.norm_dim), out=logits)
+            row.content.add_(output)
+        if self.floor is not None:
+            norm = torch.linalg.vector_norm(row.key_and_floor, dim=self.norm_dim)
+            torch.div(self.queries.mm(row.key_column), norm, out=row.logits)
         else:
-            torch.mm(self.queries, key, out=logits)
+            torch.mm(self.queries, row.key_column, out=row.logits)
 
     # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
 

@@ -33,7 +33,15 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .depth_routing import DepthSite, depth_logits, depth_merge, depth_mix, depth_rms_norm
+from .depth_routing import (
+    DepthSite,
+    depth_logits,
+    depth_merge,
+    depth_mix,
+    depth_rms_norm,
+    inference_rms_norm,
+    is_eager_on_cpu,
+)
 from .depth_routing_triton import depth_merge as triton_depth_merge
 from .depth_routing_triton import depth_mix as triton_depth_mix
 from .depth_routing_triton import triton
@@ -79,6 +87,14 @@ class LRAttnResRMSNorm(nn.RMSNorm):
 
     def __init__(self, size: int, config: LRAttnResConfig):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # In training also where gradients are off: reentrant checkpointing computes each layer a second time.
+        if self.training or torch.is_grad_enabled() or not is_eager_on_cpu(hidden_states):
+            return super().forward(hidden_states)
+        normalized = inference_rms_norm(hidden_states, self.eps)
+        normalized = normalized if self.weight is None else normalized * self.weight
+        return normalized if normalized.dtype == hidden_states.dtype else normalized.to(hidden_states.dtype)
 
 
 class KeptInFloat32(nn.Module):
@@ -137,12 +153,12 @@ class LRAttnResDepthRead(nn.Module):
         Only `standard` adds to `hidden_states`. The others replace them and take their dtype."""
         if self.config.residual_type == "standard":
             return hidden_states + output, None, depth_state
-        emitted = emit(self.config, *self.split(output))
         if isinstance(depth_state, DepthBank):
-            hidden_states, row_weights = depth_state.read(self.site, emitted, hidden_states.dtype)
+            hidden_states, row_weights = depth_state.read(self.site, output, hidden_states.dtype)
             weights = row_weights[..., : self.site.num_sources] if output_depth_weights else None
             return hidden_states, weights, depth_state
 
+        emitted = emit(self.config, *self.split(output))
         state, partial_source = write_source(depth_state, emitted, self.site, self.config)
         weights = site_weights(state, partial_source, self.site) if output_depth_weights else None
         backend = DEPTH_BACKENDS[self.backend]
@@ -434,9 +450,9 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             return DepthState()
         queries, floor = self.depth_queries()
         key = self.depth_embedding_key(embeddings) if self.config.residual_type == "projected" else None
-        emitted = emit(self.config, embeddings, key)
         if self.reads_from_bank(embeddings):
-            return DepthBank(emitted, self.config.hidden_size, self.num_sources, queries, floor)
+            return DepthBank(self.config, self.num_sources, embeddings, key, queries, floor)
+        emitted = emit(self.config, embeddings, key)
         logits = depth_logits(emitted[-1][..., -self.config.depth_key_rank :], queries, floor)
         return DepthState(queries, floor, values=(embeddings,), logits=(logits,))
 

@@ -279,12 +279,13 @@ def test_when_the_bank_is_used():
 def test_a_bank_moves_as_a_whole():
     """To another device in the middle of a block, as accelerate's hooks do where layers are spread over devices."""
     emitted, queries, floor = torch.randn(4, 2, 1, 6), torch.randn(3, 4), torch.tensor(1e-3)
-    bank = DepthBank((emitted[0],), 6, 3, queries, floor)
+    config = small_config(hidden_size=6, num_attention_heads=1, num_key_value_heads=1, depth_key_rank=4)
+    bank = DepthBank(config, 3, emitted[0], None, queries, floor)
     assert bank.to("cpu") is bank.to(torch.device("cpu"), non_blocking=True) is bank
     for output, site in zip(emitted[1:], DepthSite.schedule(3, 2)):
         moved = bank.to("meta")
-        expected, _ = bank.read(site, (output,), output.dtype)
-        hidden, _ = moved.read(site, (output.to("meta"),), output.dtype)
+        expected, _ = bank.read(site, output, output.dtype)
+        hidden, _ = moved.read(site, output.to("meta"), output.dtype)
         assert hidden.is_meta and hidden.shape == expected.shape
 
 
