@@ -47,6 +47,7 @@ class DepthSite:
 
     index: int  # the site reads after this many sub-layers have written
     num_in_block: int  # sub-layers summed in the newest block so far
+    block_size: int  # sub-layers of that block when it is complete
     closes_block: bool  # that block is complete
     num_sources: int  # sources that the site reads: the embedding, completed blocks, and the newest block
     num_mixed: int  # oldest sources, read through the group's mix; 1 in the first group: the embedding itself
@@ -77,6 +78,7 @@ class DepthSite:
                 site = cls(
                     index=index,
                     num_in_block=index - block_start,
+                    block_size=ends[num_completed] - block_start,
                     closes_block=closes_block,
                     num_sources=num_completed + 2,
                     num_mixed=num_mixed,

@@ -1,7 +1,8 @@
-"""Depth routing on a GPU: the two phases of `depth_routing`, forward and backward, as Triton kernels.
+"""Depth routing on a GPU: the two phases of `depth_routing`, forward and backward, as Triton kernels; and a whole site
+of a step of generation as one kernel, `step_kernel`.
 
-Shape letters: B batch, T tokens, D hidden size, S sources, G sites of a group. The logits are inputs, so the key rank
-does not matter here.
+Shape letters: B batch, T tokens, D hidden size, R key rank, H depth heads, S sources, G sites of a group, M
+sub-layers. The logits of the two phases are inputs, so the key rank does not matter there.
 
 Sources are never stacked: a kernel takes a tuple of pointers and row strides, one per source, and is compiled for
 their number. Softmax weights are never stored: `exp(logit - log-sum-exp)` is rebuilt where it is needed, from tensors
@@ -17,7 +18,7 @@ from __future__ import annotations  # the hints of the kernels name `tl`, which 
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -178,6 +179,132 @@ def merge_backward_kernel(
     tl.store(grad_values[0] + token * D + columns, weight * grad, mask=inside)
 
 
+@jit
+def inverse_rms(row, R, eps, NORMALIZE: tl.constexpr, BLOCK_R: tl.constexpr):
+    """1 / rms of a row of R numbers; 1 if it is not to be normalised."""
+    result = tl.full([], 1.0, tl.float32)
+    if NORMALIZE:
+        square = tl.full([], 0.0, tl.float32)
+        for start in range(0, R, BLOCK_R):
+            columns = start + tl.arange(0, BLOCK_R)
+            part = tl.load(row + columns, mask=columns < R, other=0.0).to(tl.float32)
+            square += tl.sum(part * part, axis=0)
+        result = tl.rsqrt(square / R + eps)
+    return result
+
+
+@jit(do_not_specialize=["site", "num_blocks", "old_slot", "new_slot"])
+def step_kernel(
+    hidden,
+    weights,
+    values,
+    keys,
+    embedding,
+    embedding_key,
+    output,
+    output_key,
+    queries,
+    embedding_stride,
+    embedding_key_stride,
+    output_stride,
+    site,
+    num_blocks,
+    old_slot,
+    new_slot,
+    num_rows,
+    batch,
+    H,
+    D,
+    R,
+    eps,
+    scale,
+    HAS_OWN_KEYS: tl.constexpr,
+    NORMALIZE_EMITTED: tl.constexpr,
+    NORMALIZE_KEYS: tl.constexpr,
+    NORMALIZE_QUERY: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One site of a step of generation: one head of one token, one chunk of D. See `step_site`.
+
+    Sources: 0 is the embedding, 1..num_blocks are complete blocks in slots 0..num_blocks - 1, the last is the open
+    block, `old_slot` (none if negative) plus the output. Its sum goes to `new_slot`, another one: all programs of a
+    row read the old key, so none may overwrite it.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = row // H, row % H
+    source = tl.arange(0, BLOCK_S)
+    is_block = (source > 0) & (source <= num_blocks)
+    newest = num_blocks + 1
+    has_old = old_slot >= 0
+    slot_stride = tl.cast(batch * H * D, tl.int64)
+    key_slot_stride = tl.cast(batch * H * (R if HAS_OWN_KEYS else D), tl.int64)
+    values += row * D
+    output += token * output_stride + head * D
+    embedding += token * embedding_stride + head * D
+    output_key += token * output_stride + head * R
+    embedding_key += token * embedding_key_stride + head * R
+    # A sliced key is the end of the whole row, over all heads: columns H (D - R).. of H D.
+    keys += row * R if HAS_OWN_KEYS else token * H * D + H * (D - R) + head * R
+    queries += (site * H + head) * R
+
+    # The values first: their loads are under way while the logits are computed.
+    columns = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < D
+    slots = (source - 1)[:, None] * slot_stride
+    block_values = tl.load(values + slots + columns[None, :], mask=is_block[:, None] & inside[None, :], other=0.0)
+    first = tl.load(embedding + columns, mask=inside, other=0.0).to(tl.float32)
+    old = tl.load(values + old_slot * slot_stride + columns, mask=inside & has_old, other=0.0).to(tl.float32)
+    total = old + tl.load(output + columns, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(values.dtype.element_ty)
+    tl.store(values + new_slot * slot_stride + columns, total, mask=inside)
+
+    first_scale = inverse_rms(embedding_key, R, eps, NORMALIZE_EMITTED, BLOCK_R)
+    output_scale = inverse_rms(output_key, R, eps, NORMALIZE_EMITTED, BLOCK_R)
+    query_scale = scale * inverse_rms(queries, R, eps, NORMALIZE_QUERY, BLOCK_R)
+    logits, squares = tl.zeros([BLOCK_S], tl.float32), tl.zeros([BLOCK_S], tl.float32)
+    key_slots = (source - 1)[:, None] * key_slot_stride
+    for start in range(0, R, BLOCK_R):
+        columns_r = start + tl.arange(0, BLOCK_R)
+        inside_r = columns_r < R
+        query = tl.load(queries + columns_r, mask=inside_r, other=0.0).to(tl.float32)
+        mask = is_block[:, None] & inside_r[None, :]
+        key = tl.load(keys + key_slots + columns_r[None, :], mask=mask, other=0.0).to(tl.float32)
+        first_key = tl.load(embedding_key + columns_r, mask=inside_r, other=0.0).to(tl.float32) * first_scale
+        old_key = tl.load(keys + old_slot * key_slot_stride + columns_r, mask=inside_r & has_old, other=0.0)
+        new_key = tl.load(output_key + columns_r, mask=inside_r, other=0.0).to(tl.float32) * output_scale
+        new_key = (old_key.to(tl.float32) + new_key).to(keys.dtype.element_ty)
+        if HAS_OWN_KEYS:
+            tl.store(keys + new_slot * key_slot_stride + columns_r, new_key, mask=inside_r & (chunk == 0))
+        key += tl.where(source == 0, 1.0, 0.0)[:, None] * first_key[None, :]
+        key += tl.where(source == newest, 1.0, 0.0)[:, None] * new_key.to(tl.float32)[None, :]
+        logits += tl.sum(key * query[None, :], axis=1)
+        squares += tl.sum(key * key, axis=1)
+    if NORMALIZE_KEYS:
+        logits *= tl.rsqrt(squares / R + eps)
+    logits = tl.where(source <= newest, logits * query_scale, float("-inf"))
+    weight = tl.exp(logits - tl.max(logits, axis=0))
+    weight /= tl.sum(weight, axis=0)
+    tl.store(weights + (site * batch * H + row) * num_rows + source, weight, mask=(source < num_rows) & (chunk == 0))
+
+    mix = tl.sum(weight[:, None] * block_values.to(tl.float32), axis=0)
+    mix += tl.sum(tl.where(source == 0, weight, 0.0), axis=0) * first
+    mix += tl.sum(tl.where(source == newest, weight, 0.0), axis=0) * total.to(tl.float32)
+    tl.store(hidden + (site * batch * H + row) * D + columns, mix, mask=inside)
+
+
+def step_blocks(hidden_size: int, rank: int, num_sources: int) -> dict[str, int]:
+    """A program holds one chunk of all sources, and one chunk of all keys: 32 numbers of each per thread."""
+    block_s = triton.next_power_of_2(num_sources)
+    # All chunks of a row compute the logits. With keys as wide as the values, fewer and wider chunks read less.
+    elements = 4096 if 4 * rank <= hidden_size else 16384
+    block_d = min(triton.next_power_of_2(hidden_size), max(elements // block_s, 16))
+    block_r = min(triton.next_power_of_2(rank), max(4096 // block_s, 16))
+    num_warps = max(block_s * block_d // 1024, 1)
+    return {"BLOCK_S": block_s, "BLOCK_D": block_d, "BLOCK_R": block_r, "num_warps": min(num_warps, 16)}
+
+
 def depth_mix(values: Sequence[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
     check_inputs(values, logits, (logits.shape[-2], len(values)))
@@ -200,20 +327,25 @@ def depth_merge(
 
 def check_inputs(values: Sequence[torch.Tensor], logits: torch.Tensor, logits_shape: tuple[int, ...]) -> None:
     """Raise for inputs with which a kernel would crash or compute wrong numbers. Logits are [B, T, *logits_shape]."""
-    if triton is None:
-        raise ImportError("The Triton depth read needs triton: install it, or read with `depth_routing`.")
-    if values[0].device.type == "cpu" and not INTERPRETED:
-        raise ValueError("The Triton depth read got tensors on the CPU: move them to a GPU, or use `depth_routing`.")
+    check_values(values)
     shape = values[0].shape
     for value in values:
-        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"The Triton depth read takes float32, float16 and bfloat16 values, not {value.dtype}.")
         if value.shape != shape:
             raise ValueError(f"The values of a depth read have one shape, not {shape} and {value.shape}.")
     if logits.dtype != torch.float32:
         raise TypeError(f"The Triton depth read takes float32 logits, not {logits.dtype}.")
     if logits.shape != (*shape[:-1], *logits_shape):
         raise ValueError(f"Values {shape} need logits {(*shape[:-1], *logits_shape)}, not {tuple(logits.shape)}.")
+
+
+def check_values(values: Sequence[torch.Tensor]) -> None:
+    if triton is None:
+        raise ImportError("The Triton depth read needs triton: install it, or read with `depth_routing`.")
+    if values[0].device.type == "cpu" and not INTERPRETED:
+        raise ValueError("The Triton depth read got tensors on the CPU: move them to a GPU, or use `depth_routing`.")
+    for value in values:
+        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"The Triton depth read takes float32, float16 and bfloat16 values, not {value.dtype}.")
 
 
 def row_arguments(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
@@ -393,3 +525,68 @@ def merge_backward(ctx: Any, grad: torch.Tensor) -> tuple:
 
 
 merge_op.register_autograd(merge_backward, setup_context=save_for_merge_backward)
+
+
+class StepTables(NamedTuple):
+    """The memory of one step of generation; see `step_kernel`."""
+
+    hidden: torch.Tensor  # [M, B, 1, H D], what the sites read
+    weights: torch.Tensor  # [M, B, H, S] depth weights
+    values: torch.Tensor  # [S, B, H D], one slot per block and one more
+    keys: torch.Tensor  # [S, B, H R] in float32, or `values`, whose last columns are the keys
+    embedding: torch.Tensor  # [B, 1, H D]
+    embedding_key: torch.Tensor  # [B, 1, H R]
+    queries: torch.Tensor  # [M, H R], in float32, as they were learned
+
+
+class StepOptions(NamedTuple):
+    """What the config says about logits."""
+
+    eps: float
+    scale: float
+    normalize_emitted: bool  # keys one by one, before they are summed
+    normalize_keys: bool
+    normalize_query: bool
+
+
+def new_step_tables(
+    embedding: torch.Tensor, embedding_key: torch.Tensor | None, queries: torch.Tensor, num_sources: int, heads: int
+) -> StepTables:
+    check_values([embedding, queries])
+    (num_sites, rank), (batch, _, hidden_size) = queries.shape, embedding.shape
+    embedding = embedding if embedding.stride(-1) == 1 else embedding.contiguous()
+    values = embedding.new_empty(num_sources, batch, hidden_size)
+    return StepTables(
+        hidden=embedding.new_empty(num_sites, batch, 1, hidden_size),
+        weights=queries.new_empty(num_sites, batch, heads, num_sources),
+        values=values,
+        keys=values if embedding_key is None else queries.new_empty(num_sources, batch, rank),
+        embedding=embedding,
+        embedding_key=embedding[..., -rank:] if embedding_key is None else embedding_key,
+        queries=queries.contiguous(),
+    )
+
+
+def step_site(
+    tables: StepTables, output: torch.Tensor, site: int, num_blocks: int, slots: tuple[int, int], options: StepOptions
+) -> None:
+    """Add the output of a sub-layer to its block, and read: one launch, which allocates nothing.
+
+    output [B, 1, H D] or, with keys of their own, [B, 1, H (D + R)]; `site` counts from 0; `num_blocks` are complete;
+    slots: the open block's sum so far (negative: none), and the slot for the new sum."""
+    _, batch, heads, num_sources = tables.weights.shape
+    output = output if output.stride(-1) == 1 else output.contiguous()
+    hidden_size, rank = tables.values.shape[-1] // heads, tables.queries.shape[-1] // heads
+    blocks = step_blocks(hidden_size, rank, num_sources)
+    with torch.cuda.device_of(output):
+        step_kernel[batch * heads, triton.cdiv(hidden_size, blocks["BLOCK_D"])](
+            *(tables.hidden, tables.weights, tables.values, tables.keys, tables.embedding, tables.embedding_key),
+            *(output, output[..., -rank * heads :], tables.queries),
+            *(tables.embedding.stride(0), tables.embedding_key.stride(0), output.stride(0)),
+            *(site, num_blocks, *slots, num_sources, batch, heads, hidden_size, rank, options.eps, options.scale),
+            HAS_OWN_KEYS=tables.keys is not tables.values,
+            NORMALIZE_EMITTED=options.normalize_emitted,
+            NORMALIZE_KEYS=options.normalize_keys,
+            NORMALIZE_QUERY=options.normalize_query,
+            **blocks,
+        )

@@ -16,6 +16,7 @@ import torch
 
 from .configuration_lr_attnres import LRAttnResConfig
 from .depth_routing import DepthSite, depth_logits, depth_rms_norm, without_base
+from .depth_routing_triton import StepOptions, StepTables, new_step_tables, step_site
 
 
 class Source(NamedTuple):
@@ -266,6 +267,45 @@ class DepthBank:
 
     def with_written(self, tensors: "Sequence[DepthBank]", *_: object) -> "DepthBank":
         return tensors[0]
+
+
+class KernelBank(DepthBank):
+    """A bank that a Triton kernel writes and reads: one launch a site, in memory that is allocated once per step."""
+
+    def __init__(
+        self,
+        config: LRAttnResConfig,
+        num_sources: int,
+        embedding: torch.Tensor,
+        embedding_key: torch.Tensor | None,
+        queries: torch.Tensor,
+    ):
+        """As for `DepthBank`, but the queries are as they were learned: the kernel scales them."""
+        self.heads = getattr(config, "depth_heads", 1)
+        self.tables = new_step_tables(embedding, embedding_key, queries, num_sources, self.heads)
+        self.options = StepOptions(
+            eps=config.rms_norm_eps,
+            scale=config.depth_logit_scale,
+            normalize_emitted=normalizes_emitted_keys(config),
+            normalize_keys=config.depth_key_norm,
+            normalize_query=config.depth_query_norm,
+        )
+
+    def to(self, device: torch.device | str | int, **_: Any) -> "KernelBank":
+        moved = copy(self)
+        own_keys = self.tables.keys is not self.tables.values
+        tables = StepTables(*(table.to(device) for table in self.tables))
+        moved.tables = tables if own_keys else tables._replace(keys=tables.values)
+        return moved
+
+    def read(self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        # The sum moves to and fro between the slot of its block and the one after it, and ends in its own.
+        num_blocks = site.num_sources - 2
+        slots = [num_blocks + (site.block_size - count) % 2 for count in (site.num_in_block - 1, site.num_in_block)]
+        old, new = (slots[0] if site.num_in_block > 1 else -1), slots[1]
+        step_site(self.tables, output, site.index - 1, num_blocks, (old, new), self.options)
+        hidden, weights = self.tables.hidden[site.index - 1], self.tables.weights[site.index - 1]
+        return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
 
 def unflatten_depth(tensors: Sequence[Any], counts: tuple[int, ...] | None) -> DepthState | DepthBank:

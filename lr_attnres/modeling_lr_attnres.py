@@ -48,6 +48,7 @@ from .depth_routing_triton import triton
 from .depth_state import (
     DepthBank,
     DepthState,
+    KernelBank,
     emit,
     read_site,
     site_weights,
@@ -121,8 +122,10 @@ class LRAttnResDepthQueries(KeptInFloat32):
         shape = (2 * config.num_hidden_layers, config.depth_key_rank)
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, as_learned: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries [2L, R] in float32 or better, and the floor of the key norm, if any: see `depth_logits`."""
+        if as_learned:
+            return self.weight, None
         queries = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         if self.query_norm_eps is not None:
             queries = depth_rms_norm(queries, self.query_norm_eps)
@@ -382,7 +385,8 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         """The backend of the reads; None in `standard`."""
         if self.config.residual_type == "standard":
             return None
-        return next(module.backend for module in self.modules() if isinstance(module, LRAttnResDepthRead))
+        layers = cast(LRAttnResModel, self.base_model).layers
+        return cast(LRAttnResDecoderLayer, layers[0]).attn_read.backend
 
     def set_depth_backend(self, backend: str) -> None:
         """Compute the reads with `"torch"`, the default on every device, or with the `"triton"` kernels, on a GPU."""
@@ -448,9 +452,13 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         """The depth state with one source, the embedding."""
         if self.config.residual_type == "standard":
             return DepthState()
-        queries, floor = self.depth_queries()
         key = self.depth_embedding_key(embeddings) if self.config.residual_type == "projected" else None
-        if self.reads_from_bank(embeddings):
+        has_bank = self.reads_from_bank(embeddings)
+        if has_bank and self.depth_backend == "triton":
+            queries, _ = self.depth_queries(as_learned=True)
+            return KernelBank(self.config, self.num_sources, embeddings, key, queries)
+        queries, floor = self.depth_queries()
+        if has_bank:
             return DepthBank(self.config, self.num_sources, embeddings, key, queries, floor)
         emitted = emit(self.config, embeddings, key)
         logits = depth_logits(emitted[-1][..., -self.config.depth_key_rank :], queries, floor)
@@ -462,8 +470,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             return False
         if self.config.depth_block_exponent != 0 or self.config.depth_count_prior != 0:
             return False
-        backend = cast(LRAttnResDepthRead, self.layers[0].attn_read).backend
-        return backend == "torch" and not torch.is_autocast_enabled(embeddings.device.type)
+        return not torch.is_autocast_enabled(embeddings.device.type)
 
     @merge_with_config_defaults
     @capture_outputs
