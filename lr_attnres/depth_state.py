@@ -279,10 +279,10 @@ class KernelBank(DepthBank):
         embedding: torch.Tensor,
         embedding_key: torch.Tensor | None,
         queries: torch.Tensor,
+        heads: int = 1,
     ):
         """As for `DepthBank`, but the queries are as they were learned: the kernel scales them."""
-        self.heads = getattr(config, "depth_heads", 1)
-        self.tables = new_step_tables(embedding, embedding_key, queries, num_sources, self.heads)
+        self.tables = new_step_tables(embedding, embedding_key, queries, num_sources, heads)
         self.options = StepOptions(
             eps=config.rms_norm_eps,
             scale=config.depth_logit_scale,
