@@ -193,7 +193,7 @@ def inverse_rms(row, R, eps, NORMALIZE: tl.constexpr, BLOCK_R: tl.constexpr):
     return result
 
 
-@jit(do_not_specialize=["site", "num_blocks", "old_slot", "new_slot"])
+@jit(do_not_specialize=["site", "num_blocks", "old_slot", "new_slot", "batch"])
 def step_kernel(
     hidden,
     weights,
@@ -295,13 +295,13 @@ def step_kernel(
 
 
 def step_blocks(hidden_size: int, rank: int, num_sources: int) -> dict[str, int]:
-    """A program holds one chunk of all sources, and one chunk of all keys: 32 numbers of each per thread."""
+    """A program holds one chunk of all sources, and one chunk of all keys: about 16 numbers of each per thread."""
     block_s = triton.next_power_of_2(num_sources)
     # All chunks of a row compute the logits. With keys as wide as the values, fewer and wider chunks read less.
-    elements = 4096 if 4 * rank <= hidden_size else 16384
+    elements = 4096 if 4 * rank <= hidden_size else 8192
     block_d = min(triton.next_power_of_2(hidden_size), max(elements // block_s, 16))
     block_r = min(triton.next_power_of_2(rank), max(4096 // block_s, 16))
-    num_warps = max(block_s * block_d // 1024, 1)
+    num_warps = max(block_s * block_d // 512, 1)
     return {"BLOCK_S": block_s, "BLOCK_D": block_d, "BLOCK_R": block_r, "num_warps": min(num_warps, 16)}
 
 
@@ -552,7 +552,6 @@ class StepOptions(NamedTuple):
 def new_step_tables(
     embedding: torch.Tensor, embedding_key: torch.Tensor | None, queries: torch.Tensor, num_sources: int, heads: int
 ) -> StepTables:
-    check_values([embedding, queries])
     (num_sites, rank), (batch, _, hidden_size) = queries.shape, embedding.shape
     embedding = embedding if embedding.stride(-1) == 1 else embedding.contiguous()
     values = embedding.new_empty(num_sources, batch, hidden_size)

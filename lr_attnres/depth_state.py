@@ -16,7 +16,7 @@ import torch
 
 from .configuration_lr_attnres import LRAttnResConfig
 from .depth_routing import DepthSite, depth_logits, depth_rms_norm, without_base
-from .depth_routing_triton import StepOptions, StepTables, new_step_tables, step_site
+from .depth_routing_triton import StepOptions, StepTables, check_values, new_step_tables, step_site
 
 
 class Source(NamedTuple):
@@ -282,6 +282,7 @@ class KernelBank(DepthBank):
         heads: int = 1,
     ):
         """As for `DepthBank`, but the queries are as they were learned: the kernel scales them."""
+        check_values([embedding, queries])
         self.tables = new_step_tables(embedding, embedding_key, queries, num_sources, heads)
         self.options = StepOptions(
             eps=config.rms_norm_eps,

@@ -263,7 +263,11 @@ def run_steps(kind, schedule, embedding, embedding_key, outputs, queries, heads,
     bank = KernelBank(config, schedule[-1].num_sources, embedding, embedding_key if has_key else None, queries, heads)
     reads = [bank.read(site, output, embedding.dtype) for site, output in zip(schedule, outputs, strict=True)]
     hidden = torch.stack([hidden[:, 0] for hidden, _ in reads])
-    return hidden, [w.view(len(embedding), heads, -1)[..., : s.num_sources] for s, (_, w) in zip(schedule, reads)], bank
+    return (
+        hidden,
+        [w.view(len(embedding), heads, -1)[..., : s.num_sources] for s, (_, w) in zip(schedule, reads)],
+        bank,
+    )
 
 
 STEPS = [  # kind, B, D, R, H, M, N, dtype; D and R over all heads
@@ -344,7 +348,9 @@ def test_a_step_launches_no_more_than_standard(variant):
     assert more == ("projected" in variant)
 
 
-@pytest.mark.parametrize("switches", [{}, {"depth_key_norm": False, "depth_query_norm": True, "depth_logit_scale": 0.7}])
+@pytest.mark.parametrize(
+    "switches", [{}, {"depth_key_norm": False, "depth_query_norm": True, "depth_logit_scale": 0.7}]
+)
 @pytest.mark.parametrize("variant", ROUTED)
 @torch.no_grad()
 def test_a_model_generates_the_same(variant, switches):
