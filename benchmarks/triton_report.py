@@ -2,10 +2,10 @@
 
     python benchmarks/triton_report.py
 
-Every kernel is compiled to a cubin for sm_80 (A100), sm_90 (H100) and sm_100 (B200), through the calls that a model makes, for the
-largest reads of the paper's model (D=1024, 48 sub-layers, bfloat16). The bytes that the kernels load and store are
-counted under Triton's interpreter. The ideal reads each wide input ([B, T, D]) once, writes each wide output once, and
-does not count logits. Times on a GPU are not measured.
+Every kernel is compiled to a cubin for sm_80 (A100), sm_90 (H100) and sm_100 (B200), through the calls that a model
+makes, for the largest reads of the paper's model (D=1024, 48 sub-layers, bfloat16). The bytes that the kernels load
+and store are counted under Triton's interpreter. The ideal reads each wide input ([B, T, D]) once, writes each wide
+output once, and does not count logits. Times on a GPU are not measured.
 
 Shape letters: B batch, T tokens, D hidden size, S sources, G sites of a group, Y younger sources of a merge.
 """

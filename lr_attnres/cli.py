@@ -140,6 +140,12 @@ def _blocks(text: str) -> int | None:
 def _add_model_arguments(add: Callable) -> None:
     add("--device", default="auto", help="cpu, cuda, ... (default: %(default)s)")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype to compute in (default: as saved)")
+    _add_depth_backend(add)
+
+
+def _add_depth_backend(add: Callable) -> None:
+    kernels = "compute the reads with torch, or with the Triton kernels, on a GPU (default: %(default)s)"
+    add("--depth-backend", choices=["torch", "triton"], default="torch", help=kernels)
 
 
 def _add_hub_arguments(add: Callable) -> None:
@@ -203,6 +209,7 @@ def evaluate(parser: argparse.ArgumentParser) -> Callable:
     add("--split", default="validation", help="split of the data (default: %(default)s)")
     add("--batch-size", type=int, default=8, help="rows per forward (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: %(default)s)")
+    _add_depth_backend(add)
 
     def run(split, **options):
         from accelerate import PartialState

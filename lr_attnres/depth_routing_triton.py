@@ -30,7 +30,7 @@ try:
 
     INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:
-    triton = None
+    triton, INTERPRETED = None, False
 
     def jit(function=None, **_):
         return function or jit

@@ -42,9 +42,9 @@ from .depth_routing import (
     inference_rms_norm,
     is_eager_on_cpu,
 )
+from .depth_routing_triton import INTERPRETED, triton
 from .depth_routing_triton import depth_merge as triton_depth_merge
 from .depth_routing_triton import depth_mix as triton_depth_mix
-from .depth_routing_triton import triton
 from .depth_state import (
     DepthBank,
     DepthState,
@@ -93,7 +93,7 @@ class LRAttnResRMSNorm(nn.RMSNorm):
         # In training also where gradients are off: reentrant checkpointing computes each layer a second time.
         if self.training or torch.is_grad_enabled() or not is_eager_on_cpu(hidden_states):
             return super().forward(hidden_states)
-        normalized = inference_rms_norm(hidden_states, self.eps)
+        normalized = inference_rms_norm(hidden_states, cast(float, self.eps))
         normalized = normalized if self.weight is None else normalized * self.weight
         return normalized if normalized.dtype == hidden_states.dtype else normalized.to(hidden_states.dtype)
 
@@ -395,7 +395,9 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         if self.config.residual_type == "standard":
             raise ValueError(f"The depth backend {backend!r} has nothing to read: `residual_type` is 'standard'.")
         if backend == "triton" and triton is None:
-            raise ImportError("The depth backend 'triton' needs triton: install it, or choose 'torch'.")
+            raise ImportError("The depth backend 'triton' needs triton: `pip install triton`, or choose 'torch'.")
+        if backend == "triton" and not (INTERPRETED or torch.cuda.is_available() or torch.xpu.is_available()):
+            raise ValueError("The depth backend 'triton' needs a GPU, and torch sees none: choose 'torch'.")
         for module in self.modules():
             if isinstance(module, LRAttnResDepthRead):
                 module.backend = backend

@@ -4,7 +4,7 @@ import pytest
 import torch
 from common import ROUTED, VARIANTS, random_tokens, small_config, small_model
 
-from lr_attnres import LRAttnResForCausalLM
+from lr_attnres import LRAttnResForCausalLM, modeling_lr_attnres
 from lr_attnres.depth_routing import (
     DepthMix,
     DepthSite,
@@ -175,7 +175,7 @@ def test_torch_reads_unless_the_kernels_are_asked_for(monkeypatch):
     assert model.depth_backend == "torch"
 
 
-def test_backend_is_visible_and_a_wrong_request_is_an_error():
+def test_backend_is_visible_and_a_wrong_request_is_an_error(monkeypatch):
     model = small_model()
     assert model.depth_backend == model.model.depth_backend == "torch"
     assert small_model("standard").depth_backend is None
@@ -183,7 +183,15 @@ def test_backend_is_visible_and_a_wrong_request_is_an_error():
         small_model("standard").set_depth_backend("torch")
     with pytest.raises(ValueError, match="'cuda' does not exist.*'torch', 'triton'"):
         model.set_depth_backend("cuda")
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="`pip install triton`, or choose 'torch'"):
+        patch.setattr(modeling_lr_attnres, "triton", None)
+        model.set_depth_backend("triton")
     pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a GPU, and torch sees none: choose 'torch'"):
+        model.set_depth_backend("triton")
+    assert model.depth_backend == "torch"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model.set_depth_backend("triton")
     assert model.depth_backend == "triton"
     with pytest.raises(ValueError, match="on the CPU"):
