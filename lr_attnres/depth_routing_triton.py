@@ -193,105 +193,83 @@ def inverse_rms(row, R, eps, NORMALIZE: tl.constexpr, BLOCK_R: tl.constexpr):
     return result
 
 
+@jit
+def step_weights(
+    keys, slots, old, new, has_old, writes_key, first, output, query, source, newest, R, eps, scale,
+    NORMALIZE: tl.constexpr, HAS_OWN_KEYS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The depth weights of a site. Rows of keys are `slots` of complete blocks, the open block `old` and `new`, the
+    embedding's `first`, and `output`. NORMALIZE: emitted keys one by one, keys of sources, the query."""
+    is_block = (source > 0) & (source < newest)
+    first_scale = inverse_rms(first, R, eps, NORMALIZE[0], BLOCK_R)
+    output_scale = inverse_rms(output, R, eps, NORMALIZE[0], BLOCK_R)
+    logits, squares = tl.zeros(source.shape, tl.float32), tl.zeros(source.shape, tl.float32)
+    for start in range(0, R, BLOCK_R):
+        columns = start + tl.arange(0, BLOCK_R)
+        inside = columns < R
+        key = tl.load(keys + slots[:, None] + columns, mask=is_block[:, None] & inside, other=0.0).to(tl.float32)
+        first_key = tl.load(first + columns, mask=inside, other=0.0).to(tl.float32) * first_scale
+        old_key = tl.load(keys + old + columns, mask=inside & has_old, other=0.0).to(tl.float32)
+        new_key = old_key + tl.load(output + columns, mask=inside, other=0.0).to(tl.float32) * output_scale
+        new_key = new_key.to(keys.dtype.element_ty)
+        if HAS_OWN_KEYS:
+            tl.store(keys + new + columns, new_key, mask=inside & writes_key)
+        key += tl.where(source == 0, 1.0, 0.0)[:, None] * first_key
+        key += tl.where(source == newest, 1.0, 0.0)[:, None] * new_key.to(tl.float32)
+        logits += tl.sum(key * tl.load(query + columns, mask=inside, other=0.0), axis=1)
+        squares += tl.sum(key * key, axis=1)
+    if NORMALIZE[1]:
+        logits *= tl.rsqrt(squares / R + eps)
+    logits *= scale * inverse_rms(query, R, eps, NORMALIZE[2], BLOCK_R)
+    logits = tl.where(source <= newest, logits, float("-inf"))
+    weights = tl.exp(logits - tl.max(logits, axis=0))
+    return weights / tl.sum(weights, axis=0)
+
+
 @jit(do_not_specialize=["site", "num_blocks", "old_slot", "new_slot", "batch"])
 def step_kernel(
-    hidden,
-    weights,
-    values,
-    keys,
-    embedding,
-    embedding_key,
-    output,
-    output_key,
-    queries,
-    embedding_stride,
-    embedding_key_stride,
-    output_stride,
-    site,
-    num_blocks,
-    old_slot,
-    new_slot,
-    num_rows,
-    batch,
-    H,
-    D,
-    R,
-    eps,
-    scale,
-    HAS_OWN_KEYS: tl.constexpr,
-    NORMALIZE_EMITTED: tl.constexpr,
-    NORMALIZE_KEYS: tl.constexpr,
-    NORMALIZE_QUERY: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    tables, output, output_key, strides, site, num_blocks, old_slot, new_slot, batch, sizes, eps, scale,
+    NORMALIZE: tl.constexpr, HAS_OWN_KEYS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """One site of a step of generation: one head of one token, one chunk of D. See `step_site`.
 
     Sources: 0 is the embedding, 1..num_blocks are complete blocks in slots 0..num_blocks - 1, the last is the open
     block, `old_slot` (none if negative) plus the output. Its sum goes to `new_slot`, another one: all programs of a
     row read the old key, so none may overwrite it.
     """
+    hidden, weights, values, keys, embedding, embedding_key, queries = tables
+    embedding_stride, embedding_key_stride, output_stride = strides
+    S, H, D, R = sizes
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token, head = row // H, row % H
-    source = tl.arange(0, BLOCK_S)
-    is_block = (source > 0) & (source <= num_blocks)
-    newest = num_blocks + 1
-    has_old = old_slot >= 0
-    slot_stride = tl.cast(batch * H * D, tl.int64)
-    key_slot_stride = tl.cast(batch * H * (R if HAS_OWN_KEYS else D), tl.int64)
-    values += row * D
-    output += token * output_stride + head * D
-    embedding += token * embedding_stride + head * D
-    output_key += token * output_stride + head * R
-    embedding_key += token * embedding_key_stride + head * R
+    token, head, site_row = row // H, row % H, site * batch * H + row
+    source, newest, has_old = tl.arange(0, BLOCK_S), num_blocks + 1, old_slot >= 0
+    slot_size = tl.cast(batch * H, tl.int64) * D
     # A sliced key is the end of the whole row, over all heads: columns H (D - R).. of H D.
-    keys += row * R if HAS_OWN_KEYS else token * H * D + H * (D - R) + head * R
-    queries += (site * H + head) * R
+    key_slot_size = tl.cast(batch * H, tl.int64) * (R if HAS_OWN_KEYS else D)
+    key_row = row * R if HAS_OWN_KEYS else token * H * D + H * (D - R) + head * R
 
-    # The values first: their loads are under way while the logits are computed.
+    # The values first: their loads are under way while the weights are computed.
     columns = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = columns < D
-    slots = (source - 1)[:, None] * slot_stride
-    block_values = tl.load(values + slots + columns[None, :], mask=is_block[:, None] & inside[None, :], other=0.0)
-    first = tl.load(embedding + columns, mask=inside, other=0.0).to(tl.float32)
-    old = tl.load(values + old_slot * slot_stride + columns, mask=inside & has_old, other=0.0).to(tl.float32)
-    total = old + tl.load(output + columns, mask=inside, other=0.0).to(tl.float32)
-    total = total.to(values.dtype.element_ty)
-    tl.store(values + new_slot * slot_stride + columns, total, mask=inside)
+    inside, is_block = columns < D, (source > 0) & (source <= num_blocks)
+    values += row * D + columns
+    blocks = tl.load(values + (source - 1)[:, None] * slot_size, mask=is_block[:, None] & inside, other=0.0)
+    first = tl.load(embedding + token * embedding_stride + head * D + columns, mask=inside, other=0.0)
+    old = tl.load(values + old_slot * slot_size, mask=inside & has_old, other=0.0).to(tl.float32)
+    total = old + tl.load(output + token * output_stride + head * D + columns, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(blocks.dtype)
+    tl.store(values + new_slot * slot_size, total, mask=inside)
 
-    first_scale = inverse_rms(embedding_key, R, eps, NORMALIZE_EMITTED, BLOCK_R)
-    output_scale = inverse_rms(output_key, R, eps, NORMALIZE_EMITTED, BLOCK_R)
-    query_scale = scale * inverse_rms(queries, R, eps, NORMALIZE_QUERY, BLOCK_R)
-    logits, squares = tl.zeros([BLOCK_S], tl.float32), tl.zeros([BLOCK_S], tl.float32)
-    key_slots = (source - 1)[:, None] * key_slot_stride
-    for start in range(0, R, BLOCK_R):
-        columns_r = start + tl.arange(0, BLOCK_R)
-        inside_r = columns_r < R
-        query = tl.load(queries + columns_r, mask=inside_r, other=0.0).to(tl.float32)
-        mask = is_block[:, None] & inside_r[None, :]
-        key = tl.load(keys + key_slots + columns_r[None, :], mask=mask, other=0.0).to(tl.float32)
-        first_key = tl.load(embedding_key + columns_r, mask=inside_r, other=0.0).to(tl.float32) * first_scale
-        old_key = tl.load(keys + old_slot * key_slot_stride + columns_r, mask=inside_r & has_old, other=0.0)
-        new_key = tl.load(output_key + columns_r, mask=inside_r, other=0.0).to(tl.float32) * output_scale
-        new_key = (old_key.to(tl.float32) + new_key).to(keys.dtype.element_ty)
-        if HAS_OWN_KEYS:
-            tl.store(keys + new_slot * key_slot_stride + columns_r, new_key, mask=inside_r & (chunk == 0))
-        key += tl.where(source == 0, 1.0, 0.0)[:, None] * first_key[None, :]
-        key += tl.where(source == newest, 1.0, 0.0)[:, None] * new_key.to(tl.float32)[None, :]
-        logits += tl.sum(key * query[None, :], axis=1)
-        squares += tl.sum(key * key, axis=1)
-    if NORMALIZE_KEYS:
-        logits *= tl.rsqrt(squares / R + eps)
-    logits = tl.where(source <= newest, logits * query_scale, float("-inf"))
-    weight = tl.exp(logits - tl.max(logits, axis=0))
-    weight /= tl.sum(weight, axis=0)
-    tl.store(weights + (site * batch * H + row) * num_rows + source, weight, mask=(source < num_rows) & (chunk == 0))
-
-    mix = tl.sum(weight[:, None] * block_values.to(tl.float32), axis=0)
-    mix += tl.sum(tl.where(source == 0, weight, 0.0), axis=0) * first
+    weight = step_weights(
+        keys + key_row, (source - 1) * key_slot_size, old_slot * key_slot_size, new_slot * key_slot_size, has_old,
+        chunk == 0, embedding_key + token * embedding_key_stride + head * R, output_key + token * output_stride
+        + head * R, queries + (site * H + head) * R, source, newest, R, eps, scale, NORMALIZE, HAS_OWN_KEYS, BLOCK_R,
+    )  # fmt: skip
+    tl.store(weights + site_row * S + source, weight, mask=(source < S) & (chunk == 0))
+    mix = tl.sum(weight[:, None] * blocks.to(tl.float32), axis=0)
+    mix += tl.sum(tl.where(source == 0, weight, 0.0), axis=0) * first.to(tl.float32)
     mix += tl.sum(tl.where(source == newest, weight, 0.0), axis=0) * total.to(tl.float32)
-    tl.store(hidden + (site * batch * H + row) * D + columns, mix, mask=inside)
+    tl.store(hidden + site_row * D + columns, mix, mask=inside)
 
 
 def step_blocks(hidden_size: int, rank: int, num_sources: int) -> dict[str, int]:
@@ -579,13 +557,10 @@ def step_site(
     blocks = step_blocks(hidden_size, rank, num_sources)
     with torch.cuda.device_of(output):
         step_kernel[batch * heads, triton.cdiv(hidden_size, blocks["BLOCK_D"])](
-            *(tables.hidden, tables.weights, tables.values, tables.keys, tables.embedding, tables.embedding_key),
-            *(output, output[..., -rank * heads :], tables.queries),
-            *(tables.embedding.stride(0), tables.embedding_key.stride(0), output.stride(0)),
-            *(site, num_blocks, *slots, num_sources, batch, heads, hidden_size, rank, options.eps, options.scale),
+            *(tuple(tables), output, output[..., -rank * heads :]),
+            (tables.embedding.stride(0), tables.embedding_key.stride(0), output.stride(0)),
+            *(site, num_blocks, *slots, batch, (num_sources, heads, hidden_size, rank), options.eps, options.scale),
+            NORMALIZE=(options.normalize_emitted, options.normalize_keys, options.normalize_query),
             HAS_OWN_KEYS=tables.keys is not tables.values,
-            NORMALIZE_EMITTED=options.normalize_emitted,
-            NORMALIZE_KEYS=options.normalize_keys,
-            NORMALIZE_QUERY=options.normalize_query,
             **blocks,
         )
