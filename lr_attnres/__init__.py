@@ -41,7 +41,7 @@ __getattr__, __all__ = lazy_names(
             "load_upgraded",
             "upgrade_model",
         ),
-        "analysis": ("analyze", "analyze_model", "depth_cost", "effective_sources", "explore"),
+        "analysis": ("analyze", "analyze_model", "depth_cost", "doctor", "effective_sources", "explore"),
         "inference": ("generate_text", "serve"),
     },
 )

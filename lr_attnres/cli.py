@@ -375,5 +375,15 @@ def cost(parser: argparse.ArgumentParser) -> Callable:
     return run
 
 
+@command("lr-attnres doctor --quick --output outputs/doctor.json")
+def doctor(parser: argparse.ArgumentParser) -> Callable:
+    """Check this machine: what is installed, whether reads agree with the naive one, and what they cost on a GPU."""
+    add = parser.add_argument
+    add("--quick", action="store_true", help="under a minute: no compiled reads, fewer timings")
+    add("--interpret", action="store_true", help="also run the Triton kernels on the CPU, under Triton's interpreter")
+    add("--output", metavar="FILE", help="write everything that was found as JSON")
+    return partial(_call, "doctor")
+
+
 if __name__ == "__main__":
     sys.exit(main())

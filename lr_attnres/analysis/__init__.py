@@ -7,6 +7,7 @@ __getattr__, __all__ = lazy_names(
     __name__,
     {
         "cost": ("DepthCost", "cost_report", "depth_cost", "num_parameters", "paper_report"),
+        "doctor": ("doctor",),
         "explorer": ("explore",),
         "paper": ("PAPER_TABLE", "PAPER_VARIANTS", "PaperRow"),
         "plots": ("draw", "draw_paper"),
