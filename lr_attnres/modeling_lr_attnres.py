@@ -472,7 +472,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             return False
         if self.config.depth_block_exponent != 0 or self.config.depth_count_prior != 0:
             return False
-        return not torch.is_autocast_enabled(embeddings.device.type)
+        return embeddings.is_meta or not torch.is_autocast_enabled(embeddings.device.type)
 
     @merge_with_config_defaults
     @capture_outputs

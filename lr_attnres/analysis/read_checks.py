@@ -147,7 +147,7 @@ def step_read(config: LRAttnResConfig, outputs: torch.Tensor, queries: torch.Ten
 
 def main() -> None:
     for fields in json.loads(sys.argv[1]):
-        start, result = time.perf_counter(), {}
+        start, result = time.perf_counter(), dict[str, Any]()
         try:
             result["errors"] = run_check(Check(*fields))
         except Exception as error:
