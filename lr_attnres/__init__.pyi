@@ -1,8 +1,8 @@
 """The names of `__init__.py`, for type checkers and editors."""
 
 from .analysis.cost import depth_cost as depth_cost
-from .analysis.doctor import doctor as doctor
 from .analysis.explorer import explore as explore
+from .analysis.machine import doctor as doctor
 from .analysis.routing import analyze as analyze
 from .analysis.routing import analyze_model as analyze_model
 from .analysis.routing import effective_sources as effective_sources

@@ -54,7 +54,8 @@ def doctor(quick: bool = False, interpret: bool = False, output: str | os.PathLi
         from .gpu_timings import print_timings, time_device
 
         for device in devices()[1:]:
-            report["timings"][device] = time_device(device, quick)
+            with torch.cuda.device(device):
+                report["timings"][device] = time_device(device, quick)
             print_timings(device, report["timings"][device])
     else:
         print("\nNo GPU: nothing is timed.")
