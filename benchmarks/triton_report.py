@@ -67,9 +67,9 @@ def step(S: int, D: int) -> None:
     """The last site of a step of generation with S sources: S - 2 complete blocks, the embedding, and the open block,
     which is read and written beside the output and the hidden states."""
     output, queries = torch.ones(1, 1, D, dtype=torch.bfloat16), torch.ones(1, min(RANK, D))
-    tables = kernels.new_step_tables(output, None, queries, num_sources=S, heads=1)
+    tables = kernels.new_step_tables((output,), queries, num_sources=S, heads=1)
     options = kernels.StepOptions(2**-23, 1.0, normalize_emitted=False, normalize_keys=True, normalize_query=False)
-    kernels.step_site(tables, output, 0, S - 2, (S - 1, S - 2), options)
+    kernels.step_site(tables, (output,), 0, S - 2, (S - 1, S - 2), options)
 
 
 class CompileOnlyDriver:

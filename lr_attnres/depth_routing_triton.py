@@ -239,7 +239,7 @@ def step_kernel(
     row read the old key, so none may overwrite it.
     """
     hidden, weights, values, keys, embedding, embedding_key, queries = tables
-    embedding_stride, embedding_key_stride, output_stride = strides
+    embedding_stride, embedding_key_stride, output_stride, output_key_stride = strides
     S, H, D, R = sizes
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head, site_row = row // H, row % H, site * batch * H + row
@@ -260,10 +260,12 @@ def step_kernel(
     total = total.to(blocks.dtype)
     tl.store(values + new_slot * slot_size, total, mask=inside)
 
+    first_key = embedding_key + token * embedding_key_stride + head * R
+    new_key = output_key + token * output_key_stride + head * R
+    query = queries + (site * H + head) * R
     weight = step_weights(
         keys + key_row, (source - 1) * key_slot_size, old_slot * key_slot_size, new_slot * key_slot_size, has_old,
-        chunk == 0, embedding_key + token * embedding_key_stride + head * R, output_key + token * output_stride
-        + head * R, queries + (site * H + head) * R, source, newest, R, eps, scale, NORMALIZE, HAS_OWN_KEYS, BLOCK_R,
+        chunk == 0, first_key, new_key, query, source, newest, R, eps, scale, NORMALIZE, HAS_OWN_KEYS, BLOCK_R,
     )  # fmt: skip
     tl.store(weights + site_row * S + source, weight, mask=(source < S) & (chunk == 0))
     mix = tl.sum(weight[:, None] * blocks.to(tl.float32), axis=0)
@@ -527,38 +529,49 @@ class StepOptions(NamedTuple):
     normalize_query: bool
 
 
+def with_unit_stride(row: torch.Tensor) -> torch.Tensor:
+    return row if row.stride(-1) == 1 else row.contiguous()
+
+
 def new_step_tables(
-    embedding: torch.Tensor, embedding_key: torch.Tensor | None, queries: torch.Tensor, num_sources: int, heads: int
+    embedding: tuple[torch.Tensor, ...], queries: torch.Tensor, num_sources: int, heads: int
 ) -> StepTables:
-    (num_sites, rank), (batch, _, hidden_size) = queries.shape, embedding.shape
-    embedding = embedding if embedding.stride(-1) == 1 else embedding.contiguous()
-    values = embedding.new_empty(num_sources, batch, hidden_size)
+    """embedding: a value [B, 1, H D], whose last coordinates are its key, or a value and a key [B, 1, H R]."""
+    value, *key = map(with_unit_stride, embedding)
+    (num_sites, rank), (batch, _, hidden_size) = queries.shape, value.shape
+    values = value.new_empty(num_sources, batch, hidden_size)
     return StepTables(
-        hidden=embedding.new_empty(num_sites, batch, 1, hidden_size),
+        hidden=value.new_empty(num_sites, batch, 1, hidden_size),
         weights=queries.new_empty(num_sites, batch, heads, num_sources),
         values=values,
-        keys=values if embedding_key is None else queries.new_empty(num_sources, batch, rank),
-        embedding=embedding,
-        embedding_key=embedding[..., -rank:] if embedding_key is None else embedding_key,
+        keys=queries.new_empty(num_sources, batch, rank) if key else values,
+        embedding=value,
+        embedding_key=key[0] if key else value[..., -rank:],
         queries=queries.contiguous(),
     )
 
 
 def step_site(
-    tables: StepTables, output: torch.Tensor, site: int, num_blocks: int, slots: tuple[int, int], options: StepOptions
+    tables: StepTables,
+    emitted: tuple[torch.Tensor, ...],
+    site: int,
+    num_blocks: int,
+    slots: tuple[int, int],
+    options: StepOptions,
 ) -> None:
-    """Add the output of a sub-layer to its block, and read: one launch, which allocates nothing.
+    """Add what a sub-layer emitted to its block, and read: one launch, which allocates nothing.
 
-    output [B, 1, H D] or, with keys of their own, [B, 1, H (D + R)]; `site` counts from 0; `num_blocks` are complete;
-    slots: the open block's sum so far (negative: none), and the slot for the new sum."""
+    emitted: as the embedding of `new_step_tables`; `site` counts from 0; `num_blocks` are complete; slots: of the open
+    block's sum so far (negative: none), and for the new sum."""
     _, batch, heads, num_sources = tables.weights.shape
-    output = output if output.stride(-1) == 1 else output.contiguous()
     hidden_size, rank = tables.values.shape[-1] // heads, tables.queries.shape[-1] // heads
+    value, *own_key = map(with_unit_stride, emitted)
+    key = own_key[0] if own_key else value[..., -rank * heads :]
     blocks = step_blocks(hidden_size, rank, num_sources)
-    with torch.cuda.device_of(output):
+    with torch.cuda.device_of(value):
         step_kernel[batch * heads, triton.cdiv(hidden_size, blocks["BLOCK_D"])](
-            *(tuple(tables), output, output[..., -rank * heads :]),
-            (tables.embedding.stride(0), tables.embedding_key.stride(0), output.stride(0)),
+            *(tuple(tables), value, key),
+            tuple(part.stride(0) for part in (tables.embedding, tables.embedding_key, value, key)),
             *(site, num_blocks, *slots, batch, (num_sources, heads, hidden_size, rank), options.eps, options.scale),
             NORMALIZE=(options.normalize_emitted, options.normalize_keys, options.normalize_query),
             HAS_OWN_KEYS=tables.keys is not tables.values,

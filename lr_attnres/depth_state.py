@@ -186,8 +186,8 @@ class DepthBank:
     advance: a site adds the output to the row of its block, computes that row's logits for all sites, and takes one
     softmax and one product over all rows.
 
-    One row per source: value [D], its key [R] in `projected`, then the floor of the key norm. The norm of key and
-    floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf.
+    One row per source: value [D], its key [R] if `emit` returns one, then the floor of the key norm. The norm of key
+    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf.
     """
 
     def __init__(
@@ -200,9 +200,9 @@ class DepthBank:
         floor: torch.Tensor | None = None,
     ):
         """embedding [B, 1, D], its key [B, 1, R] in `projected`; queries and floor as for `depth_logits`."""
-        self.hidden_size, self.queries, self.floor = config.hidden_size, queries, floor
+        self.config, self.hidden_size, self.queries, self.floor = config, config.hidden_size, queries, floor
         self.normalizes_emitted_keys = normalizes_emitted_keys(config)
-        output = embedding if embedding_key is None else torch.cat([embedding, embedding_key], dim=-1)
+        output = torch.cat(emit(config, embedding) if embedding_key is None else (embedding, embedding_key), dim=-1)
         # Outputs are added to rows of zeros. Rows that are not written yet must be finite: 0 * NaN would be NaN.
         self.bank = queries.new_zeros(len(output), num_sources, output.shape[-1] + 1)
         if floor is not None:
@@ -242,15 +242,17 @@ class DepthBank:
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
     def write(self, index: int, output: torch.Tensor) -> None:
-        """Add an output, value [D] or value and key [D + R], to a row; compute the row's logits for all sites."""
+        """Add an output, value or in `projected` value and key, to a row, and compute its logits for all sites."""
         row = self.rows[index]
         if self.normalizes_emitted_keys:
             value, key = output.split([self.hidden_size, self.queries.shape[1]], dim=-1)
             row.value.add_(value)
             norm = torch.linalg.vector_norm(key, dim=-1, keepdim=True, dtype=row.key.dtype)
             row.key.addcdiv_(key, norm.hypot_(self.floor))
-        else:
+        elif output.shape[-1] == row.content.shape[-1]:
             row.content.add_(output)
+        else:
+            row.content.add_(torch.cat(emit(self.config, output), dim=-1))
         if self.floor is not None:
             norm = torch.linalg.vector_norm(row.key_and_floor, dim=self.norm_dim)
             torch.div(self.queries.mm(row.key_column), norm, out=row.logits)
@@ -283,7 +285,9 @@ class KernelBank(DepthBank):
     ):
         """As for `DepthBank`, but the queries are as they were learned: the kernel scales them."""
         check_values([embedding, queries])
-        self.tables = new_step_tables(embedding, embedding_key, queries, num_sources, heads)
+        self.config = config
+        first = emit(config, embedding) if embedding_key is None else (embedding, embedding_key)
+        self.tables = new_step_tables(first, queries, num_sources, heads)
         self.options = StepOptions(
             eps=config.rms_norm_eps,
             scale=config.depth_logit_scale,
@@ -304,7 +308,9 @@ class KernelBank(DepthBank):
         num_blocks = site.num_sources - 2
         slots = [num_blocks + (site.block_size - count) % 2 for count in (site.num_in_block - 1, site.num_in_block)]
         old, new = (slots[0] if site.num_in_block > 1 else -1), slots[1]
-        step_site(self.tables, output, site.index - 1, num_blocks, (old, new), self.options)
+        has_key = self.config.residual_type == "projected"
+        emitted = output.split(self.tables.values.shape[-1], dim=-1) if has_key else emit(self.config, output)
+        step_site(self.tables, emitted, site.index - 1, num_blocks, (old, new), self.options)
         hidden, weights = self.tables.hidden[site.index - 1], self.tables.weights[site.index - 1]
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 

@@ -64,9 +64,9 @@ def test_a_step_of_any_size_compiles_once_without_spills(num_sources, D, R, comp
     options = kernels.StepOptions(1e-6, 1.0, normalize_emitted=True, normalize_keys=True, normalize_query=False)
     for batch in (2, 3, 64):
         value, key, output = (torch.zeros(batch, 1, size, dtype=torch.bfloat16) for size in (D, R, D + R))
-        tables = kernels.new_step_tables(value, key, torch.zeros(num_sources, R), num_sources, heads=1)
+        tables = kernels.new_step_tables((value, key), torch.zeros(num_sources, R), num_sources, heads=1)
         for site, num_blocks, slots in ((0, 0, (-1, 1)), (1, 0, (1, 0)), (16, 1, (-1, 2)), (2, 1, (2, 1))):
-            kernels.step_site(tables, output, site, num_blocks, slots, options)
+            kernels.step_site(tables, output.split([D, R], dim=-1), site, num_blocks, slots, options)
     (binary,) = compile_only.binaries
     assert binary["spilled_bytes"] == 0 and binary["shared_bytes"] <= 65536, binary
 

@@ -55,9 +55,11 @@ def depth_bytes(config: LRAttnResConfig, phase: str) -> int:
     if config.residual_type == "standard":
         return 2 * layers * addition
     sites = DepthSite.schedule(2 * layers, config.num_depth_blocks)
+    # Keys beside the values: what is emitted, read in bfloat16, and its sum, read and written in float32.
+    keys = len(sites) * 10 * config.depth_key_rank if config.residual_type == "projected" else 0
     if phase == "decoding":  # complete blocks, embedding, output; the open block read and written; the hidden states
-        return sum(2 * hidden * (site.num_sources + 2 + (site.num_in_block > 1)) for site in sites)
-    total = sum(addition for site in sites if site.num_in_block > 1)
+        return keys + sum(2 * hidden * (site.num_sources + 2 + (site.num_in_block > 1)) for site in sites)
+    total = keys * (2 if phase == "training" else 1) + sum(addition for site in sites if site.num_in_block > 1)
     for site in sites:
         if site.opens_group:  # values in, mixes out; backward: gradients of mixes and values in, of values out
             S, G = site.num_mixed, site.sites_in_group
