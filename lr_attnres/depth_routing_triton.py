@@ -277,9 +277,7 @@ def step_kernel(
 def step_blocks(hidden_size: int, rank: int, num_sources: int) -> dict[str, int]:
     """A program holds one chunk of all sources, and one chunk of all keys: about 16 numbers of each per thread."""
     block_s = triton.next_power_of_2(num_sources)
-    # All chunks of a row compute the logits. With keys as wide as the values, fewer and wider chunks read less.
-    elements = 4096 if 4 * rank <= hidden_size else 8192
-    block_d = min(triton.next_power_of_2(hidden_size), max(elements // block_s, 16))
+    block_d = min(triton.next_power_of_2(hidden_size), max(8192 // block_s, 16))
     block_r = min(triton.next_power_of_2(rank), max(4096 // block_s, 16))
     num_warps = max(block_s * block_d // 512, 1)
     return {"BLOCK_S": block_s, "BLOCK_D": block_d, "BLOCK_R": block_r, "num_warps": min(num_warps, 16)}

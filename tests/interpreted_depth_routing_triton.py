@@ -345,6 +345,7 @@ def test_a_step_launches_no_more_than_standard(variant):
     assert more == ("projected" in variant)
 
 
+@pytest.mark.compatibility("A step of generation as Triton kernels, under Triton's interpreter")
 @pytest.mark.parametrize(
     "switches", [{}, {"depth_key_norm": False, "depth_query_norm": True, "depth_logit_scale": 0.7}]
 )
