@@ -15,12 +15,21 @@ from harness import COPY, QWEN, ROWS, VARIANTS
 
 from lr_attnres.analysis.cost import depth_cost
 from lr_attnres.analysis.paper import PAPER_TABLE
+from lr_attnres.analysis.roofline import (
+    PHASES,
+    SHEETS,
+    decoding_launches,
+    depth_bytes,
+    paper_config,
+    predicted_ratio,
+    rest_bytes,
+)
 from lr_attnres.depth_routing import DepthSite
 
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = [ROOT / "docs/performance.md", ROOT / "README.md"]
+PAGES = [ROOT / "docs/performance.md", ROOT / "docs/gpu.md", ROOT / "README.md"]
 LAYERS = [4, 8, 16, 32]
 SERVED = ["sliced-n8-r64", QWEN]
 Columns = dict[str, dict[str, float]]  # title -> row -> number
@@ -114,7 +123,7 @@ def memory() -> list[str]:
 
 
 def kernels() -> list[str]:
-    """For each read: the largest need of its kernels over both GPUs, and the bytes moved per token."""
+    """For each read: the largest need of its kernels over all GPUs, and the bytes moved per token."""
     lines = ["| sources | read | registers | spilled bytes | shared bytes | bytes per token | of the ideal |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for name, results in load("triton_report").get("source_sets", {}).items():
@@ -124,6 +133,35 @@ def kernels() -> list[str]:
             cells = [name, traffic["read"], *map(str, most), f"{traffic['bytes']:,}", f"{traffic['ratio']:.2f}"]
             lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def gpu_bytes() -> list[str]:
+    """KB per token, of the residual side of each variant and of the rest of `standard`."""
+    columns: Columns = {}
+    for phase in PHASES:
+        columns[phase] = {variant: depth_bytes(paper_config(variant), phase) / 1e3 for variant in VARIANTS}
+        columns[phase]["the rest of the model"] = rest_bytes(paper_config("standard"), phase) / 1e3
+    return table(columns, 0, "KB per token")
+
+
+def gpu_launches() -> list[str]:
+    backends = {"torch": "torch", "kernel": "triton"}
+    columns = {title: {row: decoding_launches(row, name) for row in VARIANTS} for title, name in backends.items()}
+    return table(columns, 0, "launches of a token")
+
+
+def gpu_overhead() -> list[str]:
+    """Predicted time over that of `standard`."""
+    columns: Columns = {}
+    for phase in PHASES:
+        for gpu in SHEETS:
+            ratios = {row: predicted_ratio(row, phase, gpu) for row in VARIANTS if row != "standard"}
+            columns[f"{phase}, {gpu}"] = ratios
+    for gpu in SHEETS:
+        columns[f"decoding with torch, {gpu}"] = {
+            row: predicted_ratio(row, "decoding", gpu, "torch") for row in VARIANTS if row != "standard"
+        }
+    return table(columns, 3)
 
 
 def overhead() -> list[str]:
@@ -144,7 +182,10 @@ def overhead() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     make.__name__: make
-    for make in (train_step, prefill, decode, serving, depth_read, source_reads, memory, kernels, overhead)
+    for make in (
+        *(train_step, prefill, decode, serving, depth_read, source_reads, memory, kernels, overhead),
+        *(gpu_bytes, gpu_launches, gpu_overhead),
+    )
 }
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/triton_report.py
 
-Every kernel is compiled to a cubin for sm_80 (A100) and sm_90 (H100), through the calls that a model makes, for the
-largest reads of the paper's model (D=1024, 48 sub-layers, bfloat16). The bytes that the kernels load and store are
-counted under Triton's interpreter. The ideal reads each wide input ([B, T, D]) once, writes each wide output once, and
-does not count logits. Times on a GPU are not measured.
+Every kernel is compiled to a cubin for sm_80 (A100), sm_90 (H100) and sm_100 (B200), through the calls that a model
+makes, for the largest reads of the paper's model (D=1024, 48 sub-layers, bfloat16). The bytes that the kernels load
+and store are counted under Triton's interpreter. The ideal reads each wide input ([B, T, D]) once, writes each wide
+output once, and does not count logits. Times on a GPU are not measured.
 
 Shape letters: B batch, T tokens, D hidden size, S sources, G sites of a group, Y younger sources of a merge.
 """
@@ -30,7 +30,7 @@ from lr_attnres import depth_routing_triton as kernels
 from lr_attnres.depth_routing import DepthSite
 
 
-HIDDEN_SIZE, NUM_SUBLAYERS, CAPABILITIES = 1024, 48, (80, 90)
+HIDDEN_SIZE, RANK, NUM_SUBLAYERS, CAPABILITIES = 1024, 64, 48, (80, 90, 100)
 SOURCE_SETS = {"N=8": 8, "full": None}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -59,7 +59,17 @@ def reads(S: int, G: int, Y: int, D: int = HIDDEN_SIZE) -> dict[str, tuple[Calla
             partial(kernels.merge_backward_op, value, value, [value] * Y, merge_logits, torch.float32),
             D * (2 + 2 + 2 * Y + 4 + 2 * Y),
         ),
+        "step": (partial(step, S, D), 2 * D * (S + 3)),
     }
+
+
+def step(S: int, D: int) -> None:
+    """The last site of a step of generation with S sources: S - 2 complete blocks, the embedding, and the open block,
+    which is read and written beside the output and the hidden states."""
+    output, queries = torch.ones(1, 1, D, dtype=torch.bfloat16), torch.ones(1, min(RANK, D))
+    tables = kernels.new_step_tables((output,), queries, num_sources=S, heads=1)
+    options = kernels.StepOptions(2**-23, 1.0, normalize_emitted=False, normalize_keys=True, normalize_query=False)
+    kernels.step_site(tables, (output,), 0, S - 2, (S - 1, S - 2), options)
 
 
 class CompileOnlyDriver:

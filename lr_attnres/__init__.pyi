@@ -2,6 +2,7 @@
 
 from .analysis.cost import depth_cost as depth_cost
 from .analysis.explorer import explore as explore
+from .analysis.machine import doctor as doctor
 from .analysis.routing import analyze as analyze
 from .analysis.routing import analyze_model as analyze_model
 from .analysis.routing import effective_sources as effective_sources

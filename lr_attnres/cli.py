@@ -142,6 +142,12 @@ def _blocks(text: str) -> int | None:
 def _add_model_arguments(add: Callable) -> None:
     add("--device", default="auto", help="cpu, cuda, ... (default: %(default)s)")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype to compute in (default: as saved)")
+    _add_depth_backend(add)
+
+
+def _add_depth_backend(add: Callable) -> None:
+    kernels = "compute the reads with torch, or with the Triton kernels, on a GPU (default: %(default)s)"
+    add("--depth-backend", choices=["torch", "triton"], default="torch", help=kernels)
 
 
 def _add_hub_arguments(add: Callable) -> None:
@@ -205,6 +211,7 @@ def evaluate(parser: argparse.ArgumentParser) -> Callable:
     add("--split", default="validation", help="split of the data (default: %(default)s)")
     add("--batch-size", type=int, default=8, help="rows per forward (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: %(default)s)")
+    _add_depth_backend(add)
 
     def run(split, **options):
         from accelerate import PartialState
@@ -366,6 +373,16 @@ def cost(parser: argparse.ArgumentParser) -> Callable:
         print(cost_report(load_config(model) if model is not None else lr_attnres.LRAttnResConfig(**fields)))
 
     return run
+
+
+@command("lr-attnres doctor --quick --output outputs/doctor.json")
+def doctor(parser: argparse.ArgumentParser) -> Callable:
+    """Check this machine: what is installed, whether reads agree with the naive one, and what they cost on a GPU."""
+    add = parser.add_argument
+    add("--quick", action="store_true", help="under a minute: no compiled reads, fewer timings")
+    add("--interpret", action="store_true", help="also run the Triton kernels on the CPU, under Triton's interpreter")
+    add("--output", metavar="FILE", help="write everything that was found as JSON")
+    return partial(_call, "doctor")
 
 
 if __name__ == "__main__":

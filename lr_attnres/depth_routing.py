@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -48,6 +49,7 @@ class DepthSite:
 
     index: int  # the site reads after this many sub-layers have written
     num_in_block: int  # sub-layers summed in the newest block so far
+    block_size: int  # sub-layers of that block when it is complete
     closes_block: bool  # that block is complete
     num_sources: int  # sources that the site reads: the embedding, completed blocks, and the newest block
     num_mixed: int  # oldest sources, read through the group's mix; 1 in the first group: the embedding itself
@@ -78,6 +80,7 @@ class DepthSite:
                 site = cls(
                     index=index,
                     num_in_block=index - block_start,
+                    block_size=ends[num_completed] - block_start,
                     closes_block=closes_block,
                     num_sources=num_completed + 2,
                     num_mixed=num_mixed,
@@ -102,6 +105,28 @@ def depth_rms_norm(key: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm without weights, in float32 or better: [..., R] -> [..., R]."""
     key = key.to(torch.promote_types(key.dtype, torch.float32))
     return torch.nn.functional.rms_norm(key, key.shape[-1:], eps=eps)
+
+
+def is_eager_on_cpu(tensor: torch.Tensor) -> bool:
+    """Neither compiled nor traced; no DTensor, which does not mix with the constants below."""
+    return type(tensor) is torch.Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
+
+
+@cache
+def constant(value: float, dtype: torch.dtype) -> torch.Tensor:
+    """A number on the CPU. As an operand it costs half as much as a Python number."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def inference_rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`depth_rms_norm` on a CPU without gradients, as `x / hypot(|x| / sqrt(D), sqrt(eps))`.
+
+    That of torch runs more small operators, whose overhead is most of its time in a step of generation."""
+    dtype = x.dtype if x.dtype.itemsize >= 4 else torch.float32
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    norm.mul_(constant(x.shape[-1] ** -0.5, dtype)).hypot_(constant(eps**0.5, dtype))
+    return x / norm
 
 
 def depth_logits(key: torch.Tensor, queries: torch.Tensor, floor: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Depth routing on a GPU: the two phases of `depth_routing`, forward and backward, as Triton kernels.
+"""Depth routing on a GPU: the two phases of `depth_routing`, forward and backward, as Triton kernels; and a whole site
+of a step of generation as one kernel, `step_kernel`.
 
-Shape letters: B batch, T tokens, D hidden size, S sources, G sites of a group. The logits are inputs, so the key rank
-does not matter here.
+Shape letters: B batch, T tokens, D hidden size, R key rank, H depth heads, S sources, G sites of a group, M
+sub-layers. The logits of the two phases are inputs, so the key rank does not matter there.
 
 Sources are never stacked: a kernel takes a tuple of pointers and row strides, one per source, and is compiled for
 their number. Softmax weights are never stored: `exp(logit - log-sum-exp)` is rebuilt where it is needed, from tensors
@@ -17,7 +18,7 @@ from __future__ import annotations  # the hints of the kernels name `tl`, which 
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +30,7 @@ try:
 
     INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:
-    triton = None
+    triton, INTERPRETED = None, False
 
     def jit(function=None, **_):
         return function or jit
@@ -178,6 +179,110 @@ def merge_backward_kernel(
     tl.store(grad_values[0] + token * D + columns, weight * grad, mask=inside)
 
 
+@jit
+def inverse_rms(row, R, eps, NORMALIZE: tl.constexpr, BLOCK_R: tl.constexpr):
+    """1 / rms of a row of R numbers; 1 if it is not to be normalised."""
+    result = tl.full([], 1.0, tl.float32)
+    if NORMALIZE:
+        square = tl.full([], 0.0, tl.float32)
+        for start in range(0, R, BLOCK_R):
+            columns = start + tl.arange(0, BLOCK_R)
+            part = tl.load(row + columns, mask=columns < R, other=0.0).to(tl.float32)
+            square += tl.sum(part * part, axis=0)
+        result = tl.rsqrt(square / R + eps)
+    return result
+
+
+@jit
+def step_weights(
+    keys, slots, old, new, has_old, writes_key, first, output, query, source, newest, R, eps, scale,
+    NORMALIZE: tl.constexpr, HAS_OWN_KEYS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The depth weights of a site. Rows of keys are `slots` of complete blocks, the open block `old` and `new`, the
+    embedding's `first`, and `output`. NORMALIZE: emitted keys one by one, keys of sources, the query."""
+    is_block = (source > 0) & (source < newest)
+    first_scale = inverse_rms(first, R, eps, NORMALIZE[0], BLOCK_R)
+    output_scale = inverse_rms(output, R, eps, NORMALIZE[0], BLOCK_R)
+    logits, squares = tl.zeros(source.shape, tl.float32), tl.zeros(source.shape, tl.float32)
+    for start in range(0, R, BLOCK_R):
+        columns = start + tl.arange(0, BLOCK_R)
+        inside = columns < R
+        key = tl.load(keys + slots[:, None] + columns, mask=is_block[:, None] & inside, other=0.0).to(tl.float32)
+        first_key = tl.load(first + columns, mask=inside, other=0.0).to(tl.float32) * first_scale
+        old_key = tl.load(keys + old + columns, mask=inside & has_old, other=0.0).to(tl.float32)
+        new_key = old_key + tl.load(output + columns, mask=inside, other=0.0).to(tl.float32) * output_scale
+        new_key = new_key.to(keys.dtype.element_ty)
+        if HAS_OWN_KEYS:
+            tl.store(keys + new + columns, new_key, mask=inside & writes_key)
+        key += tl.where(source == 0, 1.0, 0.0)[:, None] * first_key
+        key += tl.where(source == newest, 1.0, 0.0)[:, None] * new_key.to(tl.float32)
+        logits += tl.sum(key * tl.load(query + columns, mask=inside, other=0.0), axis=1)
+        squares += tl.sum(key * key, axis=1)
+    if NORMALIZE[1]:
+        logits *= tl.rsqrt(squares / R + eps)
+    logits *= scale * inverse_rms(query, R, eps, NORMALIZE[2], BLOCK_R)
+    logits = tl.where(source <= newest, logits, float("-inf"))
+    weights = tl.exp(logits - tl.max(logits, axis=0))
+    return weights / tl.sum(weights, axis=0)
+
+
+@jit(do_not_specialize=["site", "num_blocks", "old_slot", "new_slot", "batch"])
+def step_kernel(
+    tables, output, output_key, strides, site, num_blocks, old_slot, new_slot, batch, sizes, eps, scale,
+    NORMALIZE: tl.constexpr, HAS_OWN_KEYS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One site of a step of generation: one head of one token, one chunk of D. See `step_site`.
+
+    Sources: 0 is the embedding, 1..num_blocks are complete blocks in slots 0..num_blocks - 1, the last is the open
+    block, `old_slot` (none if negative) plus the output. Its sum goes to `new_slot`, another one: all programs of a
+    row read the old key, so none may overwrite it.
+    """
+    hidden, weights, values, keys, embedding, embedding_key, queries = tables
+    embedding_stride, embedding_key_stride, output_stride, output_key_stride = strides
+    S, H, D, R = sizes
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head, site_row = row // H, row % H, site * batch * H + row
+    source, newest, has_old = tl.arange(0, BLOCK_S), num_blocks + 1, old_slot >= 0
+    slot_size = tl.cast(batch * H, tl.int64) * D
+    # A sliced key is the end of the whole row, over all heads: columns H (D - R).. of H D.
+    key_slot_size = tl.cast(batch * H, tl.int64) * (R if HAS_OWN_KEYS else D)
+    key_row = row * R if HAS_OWN_KEYS else token * H * D + H * (D - R) + head * R
+
+    # The values first: their loads are under way while the weights are computed.
+    columns = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside, is_block = columns < D, (source > 0) & (source <= num_blocks)
+    values += row * D + columns
+    blocks = tl.load(values + (source - 1)[:, None] * slot_size, mask=is_block[:, None] & inside, other=0.0)
+    first = tl.load(embedding + token * embedding_stride + head * D + columns, mask=inside, other=0.0)
+    old = tl.load(values + old_slot * slot_size, mask=inside & has_old, other=0.0).to(tl.float32)
+    total = old + tl.load(output + token * output_stride + head * D + columns, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(blocks.dtype)
+    tl.store(values + new_slot * slot_size, total, mask=inside)
+
+    first_key = embedding_key + token * embedding_key_stride + head * R
+    new_key = output_key + token * output_key_stride + head * R
+    query = queries + (site * H + head) * R
+    weight = step_weights(
+        keys + key_row, (source - 1) * key_slot_size, old_slot * key_slot_size, new_slot * key_slot_size, has_old,
+        chunk == 0, first_key, new_key, query, source, newest, R, eps, scale, NORMALIZE, HAS_OWN_KEYS, BLOCK_R,
+    )  # fmt: skip
+    tl.store(weights + site_row * S + source, weight, mask=(source < S) & (chunk == 0))
+    mix = tl.sum(weight[:, None] * blocks.to(tl.float32), axis=0)
+    mix += tl.sum(tl.where(source == 0, weight, 0.0), axis=0) * first.to(tl.float32)
+    mix += tl.sum(tl.where(source == newest, weight, 0.0), axis=0) * total.to(tl.float32)
+    tl.store(hidden + site_row * D + columns, mix, mask=inside)
+
+
+def step_blocks(hidden_size: int, rank: int, num_sources: int) -> dict[str, int]:
+    """A program holds one chunk of all sources, and one chunk of all keys: about 16 numbers of each per thread."""
+    block_s = triton.next_power_of_2(num_sources)
+    block_d = min(triton.next_power_of_2(hidden_size), max(8192 // block_s, 16))
+    block_r = min(triton.next_power_of_2(rank), max(4096 // block_s, 16))
+    num_warps = max(block_s * block_d // 512, 1)
+    return {"BLOCK_S": block_s, "BLOCK_D": block_d, "BLOCK_R": block_r, "num_warps": min(num_warps, 16)}
+
+
 def depth_mix(values: Sequence[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Phase 1: S values [B, T, D], logits [B, T, G, S] -> G mixes [B, T, D], then their log-sum-exps [B, T, G]."""
     check_inputs(values, logits, (logits.shape[-2], len(values)))
@@ -200,20 +305,25 @@ def depth_merge(
 
 def check_inputs(values: Sequence[torch.Tensor], logits: torch.Tensor, logits_shape: tuple[int, ...]) -> None:
     """Raise for inputs with which a kernel would crash or compute wrong numbers. Logits are [B, T, *logits_shape]."""
-    if triton is None:
-        raise ImportError("The Triton depth read needs triton: install it, or read with `depth_routing`.")
-    if values[0].device.type == "cpu" and not INTERPRETED:
-        raise ValueError("The Triton depth read got tensors on the CPU: move them to a GPU, or use `depth_routing`.")
+    check_values(values)
     shape = values[0].shape
     for value in values:
-        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"The Triton depth read takes float32, float16 and bfloat16 values, not {value.dtype}.")
         if value.shape != shape:
             raise ValueError(f"The values of a depth read have one shape, not {shape} and {value.shape}.")
     if logits.dtype != torch.float32:
         raise TypeError(f"The Triton depth read takes float32 logits, not {logits.dtype}.")
     if logits.shape != (*shape[:-1], *logits_shape):
         raise ValueError(f"Values {shape} need logits {(*shape[:-1], *logits_shape)}, not {tuple(logits.shape)}.")
+
+
+def check_values(values: Sequence[torch.Tensor]) -> None:
+    if triton is None:
+        raise ImportError("The Triton depth read needs triton: install it, or read with `depth_routing`.")
+    if values[0].device.type == "cpu" and not INTERPRETED:
+        raise ValueError("The Triton depth read got tensors on the CPU: move them to a GPU, or use `depth_routing`.")
+    for value in values:
+        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"The Triton depth read takes float32, float16 and bfloat16 values, not {value.dtype}.")
 
 
 def row_arguments(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
@@ -393,3 +503,75 @@ def merge_backward(ctx: Any, grad: torch.Tensor) -> tuple:
 
 
 merge_op.register_autograd(merge_backward, setup_context=save_for_merge_backward)
+
+
+class StepTables(NamedTuple):
+    """The memory of one step of generation; see `step_kernel`."""
+
+    hidden: torch.Tensor  # [M, B, 1, H D], what the sites read
+    weights: torch.Tensor  # [M, B, H, S] depth weights
+    values: torch.Tensor  # [S, B, H D], one slot per block and one more
+    keys: torch.Tensor  # [S, B, H R] in float32, or `values`, whose last columns are the keys
+    embedding: torch.Tensor  # [B, 1, H D]
+    embedding_key: torch.Tensor  # [B, 1, H R]
+    queries: torch.Tensor  # [M, H R], in float32, as they were learned
+
+
+class StepOptions(NamedTuple):
+    """What the config says about logits."""
+
+    eps: float
+    scale: float
+    normalize_emitted: bool  # keys one by one, before they are summed
+    normalize_keys: bool
+    normalize_query: bool
+
+
+def with_unit_stride(row: torch.Tensor) -> torch.Tensor:
+    return row if row.stride(-1) == 1 else row.contiguous()
+
+
+def new_step_tables(
+    embedding: tuple[torch.Tensor, ...], queries: torch.Tensor, num_sources: int, heads: int
+) -> StepTables:
+    """embedding: a value [B, 1, H D], whose last coordinates are its key, or a value and a key [B, 1, H R]."""
+    value, *key = map(with_unit_stride, embedding)
+    (num_sites, rank), (batch, _, hidden_size) = queries.shape, value.shape
+    values = value.new_empty(num_sources, batch, hidden_size)
+    return StepTables(
+        hidden=value.new_empty(num_sites, batch, 1, hidden_size),
+        weights=queries.new_empty(num_sites, batch, heads, num_sources),
+        values=values,
+        keys=queries.new_empty(num_sources, batch, rank) if key else values,
+        embedding=value,
+        embedding_key=key[0] if key else value[..., -rank:],
+        queries=queries.contiguous(),
+    )
+
+
+def step_site(
+    tables: StepTables,
+    emitted: tuple[torch.Tensor, ...],
+    site: int,
+    num_blocks: int,
+    slots: tuple[int, int],
+    options: StepOptions,
+) -> None:
+    """Add what a sub-layer emitted to its block, and read: one launch, which allocates nothing.
+
+    emitted: as the embedding of `new_step_tables`; `site` counts from 0; `num_blocks` are complete; slots: of the open
+    block's sum so far (negative: none), and for the new sum."""
+    _, batch, heads, num_sources = tables.weights.shape
+    hidden_size, rank = tables.values.shape[-1] // heads, tables.queries.shape[-1] // heads
+    value, *own_key = map(with_unit_stride, emitted)
+    key = own_key[0] if own_key else value[..., -rank * heads :]
+    blocks = step_blocks(hidden_size, rank, num_sources)
+    with torch.cuda.device_of(value):
+        step_kernel[batch * heads, triton.cdiv(hidden_size, blocks["BLOCK_D"])](
+            *(tuple(tables), value, key),
+            tuple(part.stride(0) for part in (tables.embedding, tables.embedding_key, value, key)),
+            *(site, num_blocks, *slots, batch, (num_sources, heads, hidden_size, rank), options.eps, options.scale),
+            NORMALIZE=(options.normalize_emitted, options.normalize_keys, options.normalize_query),
+            HAS_OWN_KEYS=tables.keys is not tables.values,
+            **blocks,
+        )

@@ -17,6 +17,7 @@ import torch
 
 from .configuration_lr_attnres import LRAttnResConfig
 from .depth_routing import DepthSite, depth_logits, depth_rms_norm, join_heads, split_heads, without_base
+from .depth_routing_triton import StepOptions, StepTables, check_values, new_step_tables, step_site
 
 
 class Source(NamedTuple):
@@ -76,6 +77,13 @@ class DepthState(NamedTuple):
         )
 
 
+def normalizes_emitted_keys(config: LRAttnResConfig) -> bool:
+    """The keys of `projected` are normalised before they are summed into a block. With depth heads, the released
+    models also normalise keys that are summed with no other: it makes a difference for a key close to zero."""
+    is_summed = not config.has_full_sources or config.depth_heads > 1
+    return config.residual_type == "projected" and config.depth_key_norm and is_summed
+
+
 def emit(
     config: LRAttnResConfig, value: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor]:
@@ -83,13 +91,9 @@ def emit(
     value are its key, or `(value, key)`, where the key is [B, T, R]."""
     if key is None:
         return (value,)
-    # With depth heads, the released models also normalise keys that are summed with no other: for a key close to zero
-    # the second norm, at the read, then makes a difference.
-    is_summed = not config.has_full_sources or config.depth_heads > 1
-    if not is_summed or not config.depth_key_norm:
+    if not normalizes_emitted_keys(config):
         return value, key
-    # Keys are normalised before they are summed into a block. contiguous(): the key is a view, and saving it for the
-    # backward would keep the whole output of the projection.
+    # contiguous(): the key is a view, and saving it for the backward would keep the whole output of the projection.
     return value, join_heads(depth_rms_norm(split_heads(key.contiguous(), config.depth_heads), config.rms_norm_eps))
 
 
@@ -192,27 +196,30 @@ class DepthBank:
 
     def __init__(
         self,
-        emitted: tuple[torch.Tensor, ...],
-        hidden_size: int,
+        config: LRAttnResConfig,
         num_sources: int,
+        embedding: torch.Tensor,
+        embedding_key: torch.Tensor | None,
         queries: torch.Tensor,
         floor: torch.Tensor | None = None,
     ):
-        """emitted: the parts of the embedding, see `emit`; queries [M, R]."""
-        self.heads = 1 if queries.dim() == 2 else queries.shape[1]
+        """embedding [B, T, D], its key [B, T, R] in `projected`; queries and floor as for `depth_logits`."""
+        self.config, self.heads, self.floor = config, config.depth_heads, floor
         self.queries = queries if self.heads == 1 else queries.transpose(0, 1).contiguous()  # [H, M, R / H]
         self.product = torch.mm if self.heads == 1 else torch.bmm
-        self.value_size, self.key_size = hidden_size // self.heads, queries.shape[-1]
-        self.has_floor = floor is not None
-        self.shape = emitted[0].shape[:2]
-        self.num_tokens, width = self.shape.numel(), self.row_content(emitted).shape[-1]
-        floor_or_zero = queries.new_zeros(()) if floor is None else floor
-        # Unwritten rows must be finite: 0 * NaN would be NaN.
-        num_rows = self.num_tokens * self.heads
-        self.bank = floor_or_zero.expand(num_rows, num_sources, width + 1).clone()
+        self.value_size, self.key_size = config.hidden_size // self.heads, queries.shape[-1]
+        self.adds_normalized_keys = normalizes_emitted_keys(config) and self.heads == 1
+        self.shape, self.num_tokens = embedding.shape[:2], embedding.shape[:2].numel()
+        has_key = self.heads > 1 or embedding_key is not None or len(emit(config, embedding)) == 2
+        width, num_rows = self.value_size + (self.key_size if has_key else 0), self.num_tokens * self.heads
+        # Outputs are added to rows of zeros. Rows that are not written yet must be finite: 0 * NaN would be NaN.
+        self.bank = queries.new_zeros(num_rows, num_sources, width + 1)
+        if floor is not None:
+            # These keys are stored without their factor sqrt(R), and so is their floor.
+            self.bank[..., -1] = floor / math.sqrt(self.key_size) if self.adds_normalized_keys else floor
         self.logits = queries.new_full((len(queries), num_rows, 1, num_sources), -math.inf)
         self.make_views()
-        self.write(0, emitted, is_first=True)
+        self.write(0, embedding if embedding_key is None else torch.cat([embedding, embedding_key], dim=-1))
 
     def make_views(self) -> None:
         self.values = self.bank[..., : self.value_size]
@@ -223,6 +230,9 @@ class DepthBank:
         if self.heads == 1:
             contents, columns, logits = contents.squeeze(3), columns.squeeze(1), logits.squeeze(1)
         self.rows = [*map(BankRow, contents, columns[..., :-1, :], columns, logits)]
+        if self.adds_normalized_keys:
+            values, keys = contents.split([self.value_size, self.key_size], dim=-1)
+            self.value_rows, self.key_rows = values.unbind(0), keys.unbind(0)
         self.norm_dim = None if len(self.bank) == 1 else -2  # over all is faster than over one dimension
         self.site_logits = self.logits.unbind(0)
 
@@ -233,15 +243,14 @@ class DepthBank:
             return self
         moved = copy(self)
         moved.bank, moved.queries, moved.logits = bank, self.queries.to(device), self.logits.to(device)
+        moved.floor = None if self.floor is None else self.floor.to(device)
         moved.make_views()
         return moved
 
-    def read(
-        self, site: DepthSite, emitted: tuple[torch.Tensor, ...], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what sub-layer `site.index` emitted, then read -> hidden [B, T, D], weights [B, T, rows] or
+    def read(self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write what sub-layer `site.index` returned, then read -> hidden [B, T, D], weights [B, T, rows] or
         [B, T, H, rows]."""
-        self.write(site.num_sources - 1, emitted, site.num_in_block == 1)
+        self.write(site.num_sources - 1, output)
         logits, values = self.site_logits[site.index - 1], self.values
         if self.num_tokens > 1:  # for one token, these views would cost more than rows without weight
             logits, values = logits.narrow(2, 0, site.num_sources), values.narrow(1, 0, site.num_sources)
@@ -253,24 +262,29 @@ class DepthBank:
             hidden, weights = hidden.view(*self.shape, -1), weights.view(*self.shape, -1)
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
-    def write(self, row: int, emitted: tuple[torch.Tensor, ...], is_first: bool) -> None:
-        """Put the parts into a row, or add them to the row, and compute the row's logits for all sites."""
-        content, key, key_and_floor, logits = self.rows[row]
-        output = self.row_content(emitted)
-        if is_first:
-            content.copy_(output)
-        else:
+    def write(self, index: int, output: torch.Tensor) -> None:
+        """Add an output, value or in `projected` value and key, to a row, and compute its logits for all sites."""
+        content, key, key_and_floor, logits = self.rows[index]
+        if self.adds_normalized_keys:
+            value, new_key = output.split([self.value_size, self.key_size], dim=-1)
+            self.value_rows[index].add_(value)
+            norm = torch.linalg.vector_norm(new_key, dim=-1, keepdim=True, dtype=content.dtype)
+            self.key_rows[index].addcdiv_(new_key, norm.hypot_(self.floor))
+        elif self.heads == 1 and output.shape[-1] == content.shape[-1]:
             content.add_(output)
-        if self.has_floor:
+        else:
+            content.add_(self.row_content(output))
+        if self.floor is not None:
             norm = torch.linalg.vector_norm(key_and_floor, dim=self.norm_dim, keepdim=True)
             torch.div(self.product(self.queries, key), norm, out=logits)
         else:
             self.product(self.queries, key, out=logits)
 
-    def row_content(self, emitted: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The parts as a row holds them: [B, T, width] or [B, T, H, width]."""
+    def row_content(self, output: torch.Tensor) -> torch.Tensor:
+        """The parts of an output as a row holds them: [B, T, width] or [B, T, H, width]."""
+        emitted = emit(self.config, *output.split(self.config.hidden_size, dim=-1))
         if self.heads == 1:
-            return emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+            return torch.cat(emitted, dim=-1)
         parts = emitted[0], emitted[-1][..., -self.heads * self.key_size :]
         return torch.cat([part.view(*self.shape, self.heads, -1) for part in parts], dim=-1)
 
@@ -284,6 +298,56 @@ class DepthBank:
 
     def with_written(self, tensors: "Sequence[DepthBank]", *_: object) -> "DepthBank":
         return tensors[0]
+
+
+class KernelBank(DepthBank):
+    """A bank that a Triton kernel writes and reads: one launch a site, in memory that is allocated once per step."""
+
+    def __init__(
+        self,
+        config: LRAttnResConfig,
+        num_sources: int,
+        embedding: torch.Tensor,
+        embedding_key: torch.Tensor | None,
+        queries: torch.Tensor,
+    ):
+        """As for `DepthBank`, but the queries [M, R] are as they were learned: the kernel scales them."""
+        check_values([embedding, queries])
+        self.config, self.shape = config, embedding.shape[:2]
+        first = emit(config, embedding) if embedding_key is None else (embedding, embedding_key)
+        self.tables = new_step_tables(by_token(first), queries, num_sources, config.depth_heads)
+        self.options = StepOptions(
+            eps=config.rms_norm_eps,
+            scale=config.depth_logit_scale,
+            normalize_emitted=normalizes_emitted_keys(config),
+            normalize_keys=config.depth_key_norm,
+            normalize_query=config.depth_query_norm,
+        )
+
+    def to(self, device: torch.device | str | int, **_: Any) -> "KernelBank":
+        moved = copy(self)
+        own_keys = self.tables.keys is not self.tables.values
+        tables = StepTables(*(table.to(device) for table in self.tables))
+        moved.tables = tables if own_keys else tables._replace(keys=tables.values)
+        return moved
+
+    def read(self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        # The sum moves to and fro between the slot of its block and the one after it, and ends in its own.
+        num_blocks = site.num_sources - 2
+        slots = [num_blocks + (site.block_size - count) % 2 for count in (site.num_in_block - 1, site.num_in_block)]
+        old, new = (slots[0] if site.num_in_block > 1 else -1), slots[1]
+        has_key = self.config.residual_type == "projected"
+        emitted = output.split(self.config.hidden_size, dim=-1) if has_key else emit(self.config, output)
+        step_site(self.tables, by_token(emitted), site.index - 1, num_blocks, (old, new), self.options)
+        heads = [self.config.depth_heads] if self.config.depth_heads > 1 else []
+        hidden = self.tables.hidden[site.index - 1].view(*self.shape, -1)
+        weights = self.tables.weights[site.index - 1].view(*self.shape, *heads, -1)
+        return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
+
+
+def by_token(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """[B, T, size] -> [BT, 1, size], each."""
+    return tuple(part.flatten(0, 1).unsqueeze(1) for part in parts)
 
 
 def unflatten_depth(tensors: Sequence[Any], counts: tuple[int, ...] | None) -> DepthState | DepthBank:

@@ -33,13 +33,23 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .depth_routing import DepthSite, depth_logits, depth_merge, depth_mix, depth_rms_norm, split_heads
+from .depth_routing import (
+    DepthSite,
+    depth_logits,
+    depth_merge,
+    depth_mix,
+    depth_rms_norm,
+    inference_rms_norm,
+    is_eager_on_cpu,
+    split_heads,
+)
+from .depth_routing_triton import INTERPRETED, triton
 from .depth_routing_triton import depth_merge as triton_depth_merge
 from .depth_routing_triton import depth_mix as triton_depth_mix
-from .depth_routing_triton import triton
 from .depth_state import (
     DepthBank,
     DepthState,
+    KernelBank,
     emit,
     read_site,
     site_weights,
@@ -84,6 +94,14 @@ class LRAttnResRMSNorm(nn.RMSNorm):
     def __init__(self, size: int, config: LRAttnResConfig):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
 
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # In training also where gradients are off: reentrant checkpointing computes each layer a second time.
+        if self.training or torch.is_grad_enabled() or not is_eager_on_cpu(hidden_states):
+            return super().forward(hidden_states)
+        normalized = inference_rms_norm(hidden_states, cast(float, self.eps))
+        normalized = normalized if self.weight is None else normalized * self.weight
+        return normalized if normalized.dtype == hidden_states.dtype else normalized.to(hidden_states.dtype)
+
 
 class KeptInFloat32(nn.Module):
     """Stays in float32 when the model is cast to half precision."""
@@ -109,9 +127,11 @@ class LRAttnResDepthQueries(KeptInFloat32):
         shape = (2 * config.num_hidden_layers, config.depth_key_rank)
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, as_learned: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries [2L, R], or [2L, H, R / H] of H depth heads, in float32 or better, and the floor of the key norm, if
-        any: see `depth_logits`."""
+        any: see `depth_logits`. As they were learned, they are [2L, R], not scaled."""
+        if as_learned:
+            return self.weight, None
         queries = split_heads(self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)), self.heads)
         if self.query_norm_eps is not None:
             queries = depth_rms_norm(queries, self.query_norm_eps)
@@ -142,12 +162,12 @@ class LRAttnResDepthRead(nn.Module):
         Only `standard` adds to `hidden_states`. The others replace them and take their dtype."""
         if self.config.residual_type == "standard":
             return hidden_states + output, None, depth_state
-        emitted = emit(self.config, *self.split(output))
         if isinstance(depth_state, DepthBank):
-            hidden_states, row_weights = depth_state.read(self.site, emitted, hidden_states.dtype)
+            hidden_states, row_weights = depth_state.read(self.site, output, hidden_states.dtype)
             weights = row_weights[..., : self.site.num_sources] if output_depth_weights else None
             return hidden_states, weights, depth_state
 
+        emitted = emit(self.config, *self.split(output))
         state, partial_source = write_source(depth_state, emitted, self.site, self.config)
         weights = site_weights(state, partial_source, self.site) if output_depth_weights else None
         backend = DEPTH_BACKENDS[self.backend]
@@ -371,7 +391,8 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         """The backend of the reads; None in `standard`."""
         if self.config.residual_type == "standard":
             return None
-        return next(module.backend for module in self.modules() if isinstance(module, LRAttnResDepthRead))
+        layers = cast(LRAttnResModel, self.base_model).layers
+        return cast(LRAttnResDecoderLayer, layers[0]).attn_read.backend
 
     def set_depth_backend(self, backend: str) -> None:
         """Compute the reads with `"torch"`, the default on every device, or with the `"triton"` kernels, on a GPU."""
@@ -380,7 +401,9 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         if self.config.residual_type == "standard":
             raise ValueError(f"The depth backend {backend!r} has nothing to read: `residual_type` is 'standard'.")
         if backend == "triton" and triton is None:
-            raise ImportError("The depth backend 'triton' needs triton: install it, or choose 'torch'.")
+            raise ImportError("The depth backend 'triton' needs triton: `pip install triton`, or choose 'torch'.")
+        if backend == "triton" and not (INTERPRETED or torch.cuda.is_available() or torch.xpu.is_available()):
+            raise ValueError("The depth backend 'triton' needs a GPU, and torch sees none: choose 'torch'.")
         for module in self.modules():
             if isinstance(module, LRAttnResDepthRead):
                 module.backend = backend
@@ -437,11 +460,15 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         """The depth state with one source, the embedding."""
         if self.config.residual_type == "standard":
             return DepthState()
-        queries, floor = self.depth_queries()
         key = self.depth_embedding_key(embeddings) if self.config.residual_type == "projected" else None
+        has_bank = self.reads_from_bank(embeddings)
+        if has_bank and self.depth_backend == "triton":
+            queries, _ = self.depth_queries(as_learned=True)
+            return KernelBank(self.config, self.num_sources, embeddings, key, queries)
+        queries, floor = self.depth_queries()
+        if has_bank:
+            return DepthBank(self.config, self.num_sources, embeddings, key, queries, floor)
         emitted = emit(self.config, embeddings, key)
-        if self.reads_from_bank(embeddings):
-            return DepthBank(emitted, self.config.hidden_size, self.num_sources, queries, floor)
         key = split_heads(emitted[-1][..., -self.config.depth_key_rank :], self.config.depth_heads)
         value = split_heads(embeddings, self.config.depth_heads)
         return DepthState(queries, floor, values=(value,), logits=(depth_logits(key, queries, floor),))
@@ -455,8 +482,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             return False
         if self.config.depth_block_exponent != 0 or self.config.depth_count_prior != 0:
             return False
-        backend = cast(LRAttnResDepthRead, self.layers[0].attn_read).backend
-        return backend == "torch" and not torch.is_autocast_enabled(embeddings.device.type)
+        return embeddings.is_meta or not torch.is_autocast_enabled(embeddings.device.type)
 
     @merge_with_config_defaults
     @capture_outputs

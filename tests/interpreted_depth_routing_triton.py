@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens, D hidden size, R key rank, S sources, G sites 
 
 import importlib.util
 import sys
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 import triton.language as tl
-from common import random_tokens, small_model
+from common import ROUTED, random_tokens, small_config, small_model
 from triton.runtime import interpreter
 
 from lr_attnres import depth_routing_triton as kernels
-from lr_attnres.depth_routing import depth_logits, naive_mix
+from lr_attnres.analysis.roofline import LaunchCounter
+from lr_attnres.depth_routing import DepthSite, depth_logits, naive_mix
+from lr_attnres.depth_state import KernelBank
 
 
 BATCH, EPS = 2, 2**-23
@@ -234,6 +237,154 @@ def test_large_logits_do_not_overflow():
     assert hidden.isfinite().all()
 
 
+def oracle_steps(kind, schedule, embedding, embedding_key, outputs, queries, heads, eps):
+    """Each site from its definition, in float64; sums of values are rounded as a model rounds them.
+    -> hidden states [M, B, H D], weights: M of [B, H, S]."""
+    batch, width, rank, dtype = len(embedding), embedding.shape[-1], queries.shape[-1], embedding.dtype
+
+    def normalized(key):
+        return key / (key.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    def by_head(row):
+        return row.double().view(batch, heads, -1)
+
+    def emitted(row, key):
+        """The value, and the key by head: None where it is a slice of the value."""
+        if kind == "sliced":
+            return row[:, 0], None
+        key = by_head(key[:, 0])
+        return row[:, 0, :width], normalized(key) if kind == "projected in blocks" or heads > 1 else key
+
+    sources, hidden, all_weights = [emitted(embedding, embedding_key)], [], []
+    for site, output in zip(schedule, outputs, strict=True):
+        value, key = emitted(output, output[..., -rank:])
+        if site.num_in_block > 1:
+            old_value, old_key = sources.pop()
+            value, key = (old_value.float() + value.float()).to(dtype), key if key is None else old_key + key
+        sources.append((value, key))
+        keys = torch.stack([by_head(v[:, -rank:]) if k is None else k for v, k in sources], dim=-2)
+        logits = (normalized(keys) * queries[site.index - 1].double().view(heads, 1, -1)).sum(-1)
+        all_weights.append(logits.softmax(-1))
+        values = torch.stack([by_head(v) for v, _ in sources], dim=-2)
+        hidden.append((all_weights[-1].unsqueeze(-1) * values).sum(-2).flatten(1))
+    return torch.stack(hidden), all_weights
+
+
+def run_steps(kind, schedule, embedding, embedding_key, outputs, queries, heads, eps):
+    """The same with the kernel, through `KernelBank` -> hidden states, weights, the bank."""
+    has_key, attention = kind != "sliced", {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+    config = small_config(
+        residual_type="projected" if has_key else "sliced",
+        num_depth_blocks=None if kind == "projected" else 3,
+        hidden_size=embedding.shape[-1],
+        depth_key_rank=queries.shape[-1],
+        depth_heads=heads,
+        rms_norm_eps=eps,
+        **attention,
+    )
+    bank = KernelBank(config, schedule[-1].num_sources, embedding, embedding_key if has_key else None, queries)
+    reads = [bank.read(site, output, embedding.dtype) for site, output in zip(schedule, outputs, strict=True)]
+    hidden = torch.stack([hidden[:, 0] for hidden, _ in reads])
+    return (
+        hidden,
+        [w.view(len(embedding), heads, -1)[..., : s.num_sources] for s, (_, w) in zip(schedule, reads)],
+        bank,
+    )
+
+
+STEPS = [  # kind, B, D, R, H, M, N, dtype; D and R over all heads
+    ("sliced", 1, 80, 5, 1, 6, 4, torch.float32),
+    ("sliced", 3, 24, 24, 1, 5, None, torch.float32),  # `attnres`
+    ("sliced", 2, 1000, 1, 1, 4, 2, torch.bfloat16),
+    ("sliced", 2, 96, 24, 3, 7, 3, torch.float16),
+    ("sliced", 1, 20, 3, 1, 97, None, torch.float32),  # 98 sources
+    ("sliced", 1, 2050, 2050, 1, 3, 2, torch.bfloat16),  # keys in several chunks
+    ("projected", 3, 48, 7, 1, 5, None, torch.float32),
+    ("projected", 2, 60, 12, 4, 4, None, torch.bfloat16),
+    ("projected in blocks", 2, 80, 16, 1, 9, 3, torch.float32),
+    ("projected in blocks", 1, 96, 33, 1, 6, 1, torch.float16),
+    ("projected in blocks", 3, 64, 8, 2, 6, 4, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("case", STEPS, ids=lambda case: f"{case[0]}-{case[1:-1]}-{case[-1]}")
+def test_a_step_of_generation_equals_the_oracle(case):
+    """A site is one launch; the memory is the same from the first to the last."""
+    kind, B, D, R, H, M, N, dtype = case
+    schedule = DepthSite.schedule(M, N)
+    has_key = kind != "sliced"
+    embedding = torch.randn(B, 1, D).to(dtype)
+    outputs = [torch.randn(B, 1, D + R * has_key).to(dtype) for _ in range(M)]
+    inputs = (schedule, embedding, torch.randn(B, 1, R).to(dtype), outputs, torch.randn(M, R) * (H / R) ** 0.5, H, EPS)
+    with counted_launches() as launches:
+        hidden, weights, bank = run_steps(kind, *inputs)
+    assert launches == [M]
+    expected_hidden, expected_weights = oracle_steps(kind, *inputs)
+    # The hidden states of a half-precision step are rounded once; logits are sums of R terms, all in float32.
+    bound = {torch.float32: 5e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    assert (hidden.double() - expected_hidden).abs().max() <= bound * expected_hidden.abs().max().clamp(min=1)
+    for got, want in zip(weights, expected_weights, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=5e-6)
+    again, *_ = run_steps(kind, *inputs)
+    assert torch.equal(hidden, again)
+    assert hidden.dtype == dtype and all(t.device == embedding.device for t in bank.tables)
+
+
+@contextmanager
+def counted_launches():
+    """-> a list with the number of kernel launches."""
+    launch, counts = interpreter.GridExecutor.__call__, [0]
+
+    def counting_launch(*args, **kwargs):
+        counts[0] += 1
+        with torch.utils._python_dispatch._disable_current_modes():  # what the interpreter does is no operator
+            return launch(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = counting_launch
+    try:
+        yield counts
+    finally:
+        interpreter.GridExecutor.__call__ = launch
+
+
+@torch.no_grad()
+def launches_of_a_step(model, token) -> int:
+    """Operators that are a launch on a GPU, and kernels."""
+    with LaunchCounter() as operators, counted_launches() as kernels_launched:
+        model(token)
+    return operators.count + kernels_launched[0]
+
+
+@pytest.mark.parametrize("variant", ROUTED)
+def test_a_step_launches_no_more_than_standard(variant):
+    """One kernel takes the place of the residual addition. `projected` has one more launch a step: the product that
+    gives the key of the embedding."""
+    token, norms = random_tokens(2, 1), {"norm_weight": "weighted" in variant}
+    standard, model = small_model("standard", **norms), small_model(variant)
+    model.set_depth_backend("triton")
+    launches_of_a_step(standard, token)  # the constants of the norms are made once per process
+    more = launches_of_a_step(model, token) - launches_of_a_step(standard, token)
+    assert more == ("projected" in variant)
+
+
+@pytest.mark.compatibility("A step of generation as Triton kernels, under Triton's interpreter")
+@pytest.mark.parametrize(
+    "switches", [{}, {"depth_key_norm": False, "depth_query_norm": True, "depth_logit_scale": 0.7}]
+)
+@pytest.mark.parametrize("variant", ROUTED)
+@torch.no_grad()
+def test_a_model_generates_the_same(variant, switches):
+    """Logits and depth weights of one token, against the pure-torch read in float64."""
+    model, token = small_model(variant, **switches), random_tokens(3, 1)
+    expected = deepcopy(model).double()(token, output_depth_weights=True)
+    model.set_depth_backend("triton")
+    outputs = model(token, output_depth_weights=True)
+    error = (outputs.logits - expected.logits).norm() / expected.logits.norm()
+    assert 0 < error < 5e-5  # as above
+    for ours, theirs in zip(outputs.depth_weights, expected.depth_weights, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.compatibility("Triton reads, under Triton's interpreter")
 @pytest.mark.parametrize(
     "variant", ["attnres_full", "projected_full", "projected_full_heads", "sliced_block", "sliced_block_heads"]
@@ -314,4 +465,6 @@ def test_bytes_moved_are_close_to_the_ideal():
     import triton_report
 
     ratios = {row["read"]: row["ratio"] for row in triton_report.count_reads(S=8, G=6, Y=2)}
+    step = ratios.pop("step")  # each chunk of D computes the logits anew: their keys come from the cache
     assert len(ratios) == 4 and all(1 <= ratio <= 1.06 for ratio in ratios.values()), ratios
+    assert 1 <= step <= 1.25

@@ -82,6 +82,7 @@ FUNCTIONS = {
     "serve": lr_attnres.serve,
     "analyze": lr_attnres.analyze,
     "explore": lr_attnres.explore,
+    "doctor": lr_attnres.doctor,
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from common import ROUTED, VARIANTS, random_tokens, small_config, small_model
 
-from lr_attnres import LRAttnResForCausalLM
+from lr_attnres import LRAttnResForCausalLM, modeling_lr_attnres
 from lr_attnres.depth_routing import (
     DepthMix,
     DepthSite,
@@ -175,7 +175,7 @@ def test_torch_reads_unless_the_kernels_are_asked_for(monkeypatch):
     assert model.depth_backend == "torch"
 
 
-def test_backend_is_visible_and_a_wrong_request_is_an_error():
+def test_backend_is_visible_and_a_wrong_request_is_an_error(monkeypatch):
     model = small_model()
     assert model.depth_backend == model.model.depth_backend == "torch"
     assert small_model("standard").depth_backend is None
@@ -183,7 +183,15 @@ def test_backend_is_visible_and_a_wrong_request_is_an_error():
         small_model("standard").set_depth_backend("torch")
     with pytest.raises(ValueError, match="'cuda' does not exist.*'torch', 'triton'"):
         model.set_depth_backend("cuda")
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="`pip install triton`, or choose 'torch'"):
+        patch.setattr(modeling_lr_attnres, "triton", None)
+        model.set_depth_backend("triton")
     pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a GPU, and torch sees none: choose 'torch'"):
+        model.set_depth_backend("triton")
+    assert model.depth_backend == "torch"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model.set_depth_backend("triton")
     assert model.depth_backend == "triton"
     with pytest.raises(ValueError, match="on the CPU"):
@@ -282,12 +290,13 @@ def test_when_the_bank_is_used():
 def test_a_bank_moves_as_a_whole():
     """To another device in the middle of a block, as accelerate's hooks do where layers are spread over devices."""
     emitted, queries, floor = torch.randn(4, 2, 1, 6), torch.randn(3, 4), torch.tensor(1e-3)
-    bank = DepthBank((emitted[0],), 6, 3, queries, floor)
+    config = small_config(hidden_size=6, num_attention_heads=1, num_key_value_heads=1, depth_key_rank=4)
+    bank = DepthBank(config, 3, emitted[0], None, queries, floor)
     assert bank.to("cpu") is bank.to(torch.device("cpu"), non_blocking=True) is bank
     for output, site in zip(emitted[1:], DepthSite.schedule(3, 2)):
         moved = bank.to("meta")
-        expected, _ = bank.read(site, (output,), output.dtype)
-        hidden, _ = moved.read(site, (output.to("meta"),), output.dtype)
+        expected, _ = bank.read(site, output, output.dtype)
+        hidden, _ = moved.read(site, output.to("meta"), output.dtype)
         assert hidden.is_meta and hidden.shape == expected.shape
 
 

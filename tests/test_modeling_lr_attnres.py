@@ -311,6 +311,7 @@ class OperatorCounter(TorchDispatchMode):
 def test_depth_weights_cost_nothing_when_off(variant):
     """Not asked for, they run no operator, before or after a forward that was; asked for, a softmax per site."""
     model, input_ids = small_model(variant), random_tokens(2, 7)
+    model(input_ids)  # the constants of the norms are made once per process
     runs = []
     for asked in (False, True, False):
         with OperatorCounter() as counter:
@@ -538,6 +539,24 @@ def test_norms_of_a_half_model_round_once(dtype):
     exact = torch.nn.functional.rms_norm(hidden.double(), (32,), eps=norm.eps)
     # Half a unit in the last place; squares of float16 would overflow.
     torch.testing.assert_close(norm(hidden).double(), exact, rtol=1.001 * torch.finfo(dtype).eps / 2, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_norms_of_inference_are_those_of_training(dtype, has_weight):
+    """In inference on a CPU other operators compute them: the same numbers but for rounding, the same layout."""
+    norm = small_model(norm_weight=has_weight, rms_norm_eps=1e-3).to(dtype).model.norm
+    assert type(norm).__name__.endswith("RMSNorm") and (norm.weight is not None) == has_weight  # vLLM goes by the name
+    hidden = torch.randn(3, 7, 32).mul(torch.tensor([1e-3, 1.0, 100.0])[:, None, None]).to(dtype)
+    for states in (hidden, hidden.transpose(0, 1), hidden[:, :1], hidden[:0], torch.zeros_like(hidden)):
+        expected = norm(states).detach()
+        with torch.no_grad():
+            got = norm(states)
+            with OperatorCounter() as counter:
+                norm(states)
+        assert "aten.hypot_.default" in counter.counts and got.dtype == dtype and got.shape == states.shape
+        precision = torch.finfo(dtype).eps
+        torch.testing.assert_close(got, expected, rtol=4 * precision if dtype.itemsize > 2 else precision, atol=0)
 
 
 @pytest.mark.compatibility("Queries in float32, saved and loaded again")

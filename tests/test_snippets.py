@@ -31,6 +31,7 @@ NOT_RUN = {
     "accelerate launch": "needs several GPUs; test_loop_parallel.py launches two processes",
     "openbmb/Ultra-FineWeb": "10 billion tokens; test_documents.py streams a dataset",
     "lr-attnres serve": "runs until it is stopped; test_server.py",
+    "--depth-backend triton": "needs a GPU; interpreted_depth_routing_triton.py runs the kernels",
     "lr-attnres explore": "runs until it is stopped; test_explorer.py",
     "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
     "from openai import": "needs the server; test_server.py runs it",

@@ -45,11 +45,18 @@ class Reading:
 class ExploredModel:
     """A model with its tokenizer and the name that the page shows."""
 
-    def __init__(self, model: str, device: str = "auto", dtype: str = "auto", name: str | None = None):
+    def __init__(
+        self,
+        model: str,
+        device: str = "auto",
+        dtype: str = "auto",
+        name: str | None = None,
+        depth_backend: str = "torch",
+    ):
         self.config = load_config(model)
         self.name = name or variant_name(self.config)
         self.tokenizer = load_tokenizer(model, self.config.vocab_size)
-        self.model = load_language_model(model, device, dtype).eval()
+        self.model = load_language_model(model, device, dtype, depth_backend=depth_backend).eval()
         self.is_routed = self.config.residual_type != "standard"
         self.num_heads = self.config.depth_heads if self.is_routed else 1
         self.block_ends = depth_block_ends(2 * self.config.num_hidden_layers, self.config.num_depth_blocks)
@@ -276,6 +283,7 @@ def explore(
     port: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    depth_backend: str = "torch",
     wait: bool = True,
 ) -> gr.Blocks:
     """Serve the page for one model, or two to compare, until interrupted. With `wait=False`, return at once: the page
@@ -283,7 +291,9 @@ def explore(
     if not 1 <= len(models) <= 2:
         raise ValueError(f"`models` has {len(models)} models; explore one, or two to compare.")
     check_address(host, port)
-    explored = [ExploredModel(model, device, dtype, name) for model, name in zip(models, model_names(models))]
+    explored = [
+        ExploredModel(model, device, dtype, name, depth_backend) for model, name in zip(models, model_names(models))
+    ]
     blocks = build_page(explored)
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     blocks.queue().launch(

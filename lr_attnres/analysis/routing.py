@@ -87,6 +87,7 @@ def analyze(
     batch_size: int = 8,
     device: str = "auto",
     dtype: str = "auto",
+    depth_backend: str = "torch",
     progress_bar: bool = True,
 ) -> list[DepthAnalysis]:
     """Analyze models over the same held-out text and draw their statistics side by side.
@@ -107,7 +108,7 @@ def analyze(
         raise ValueError(f"`max_tokens` is {max_tokens}; it must be at least 1.")
     analyses = []
     for folder_or_repo, name in zip(models, model_names(models)):
-        model = load_language_model(folder_or_repo, device, dtype)
+        model = load_language_model(folder_or_repo, device, dtype, depth_backend=depth_backend)
         rows = open_rows(data, folder_or_repo, model.config, sequence_length)
         batches = take_tokens(make_batches(rows, batch_size), max_tokens)
         with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, desc=name, disable=not progress_bar) as bar:

@@ -14,6 +14,7 @@ __getattr__, __all__ = lazy_names(
             "check_weight_files",
             "load_config",
             "load_language_model",
+            "use_depth_backend",
             "usable_device",
         ),
         "staging": ("check_absent", "code_files", "staged_folder", "sync_to_disk"),

@@ -71,6 +71,7 @@ def load_language_model(
     dtype: str = "auto",
     revision: str | None = None,
     token: str | None = None,
+    depth_backend: str = "torch",
 ) -> LRAttnResForCausalLM:
     """The model of a folder or Hub repository, with every weight present, of the right shape and finite.
 
@@ -113,10 +114,17 @@ def load_language_model(
         raise LRAttnResError(f"{source} has {len(unexpected)} weights that its config does not ask for: {shown}.")
     if config.tie_word_embeddings and model.lm_head.weight is not model.model.embed_tokens.weight:
         raise LRAttnResError(f"{source}: `tie_word_embeddings` is True, but lm_head.weight is not the embedding.")
+    use_depth_backend(model, depth_backend)
     model.to(torch_device)
     if bad := [] if _is_quantized(config) else [name for name, w in model.named_parameters() if not _is_finite(w)]:
         raise LRAttnResError(f"{source} has {len(bad)} weights with NaN or infinite values, such as {bad[0]}.")
     return model
+
+
+def use_depth_backend(model: LRAttnResForCausalLM, name: str) -> None:
+    """For an option of a command: reads use torch unless another backend is asked for, in `standard` too."""
+    if name != "torch":
+        model.set_depth_backend(name)
 
 
 def _is_quantized(config: PreTrainedConfig) -> bool:

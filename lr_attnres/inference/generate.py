@@ -21,6 +21,7 @@ def generate_text(
     seed: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    depth_backend: str = "torch",
     revision: str | None = None,
     token: str | None = None,
 ) -> str:
@@ -34,7 +35,7 @@ def generate_text(
     tokenizer = load_tokenizer(model, config.vocab_size, revision, token)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, verbose=False)
     max_new_tokens = _fit(inputs["input_ids"].shape[1], max_new_tokens, config.max_position_embeddings)
-    loaded = load_language_model(model, device, dtype, revision, token)
+    loaded = load_language_model(model, device, dtype, revision, token, depth_backend)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}

@@ -28,6 +28,7 @@ def serve(
     port: int = 8000,
     device: str = "auto",
     dtype: str = "auto",
+    depth_backend: str = "torch",
     max_new_tokens: int = 1024,
     concurrent_requests: int = 4,
     cb_num_blocks: int | None = None,
@@ -51,7 +52,7 @@ def serve(
     check_address(host, port)
     config = load_config(model)
     tokenizer = load_tokenizer(model, config.vocab_size)
-    loaded = load_language_model(model, device, dtype)
+    loaded = load_language_model(model, device, dtype, depth_backend=depth_backend)
     if host not in ("localhost", "127.0.0.1", "::1"):
         say(f"Warning: the server has no password. Anyone who reaches {host}:{port} can use it.")
     if loaded.generation_config.eos_token_id is None:

@@ -58,6 +58,7 @@ class TrainArguments:
 
     mixed_precision: str = argument("auto", "bf16, no, or auto: bf16 on GPUs, no on CPUs")
     attn_implementation: str = argument("sdpa", "sdpa, eager, flash_attention_2, flex_attention, ...", free=True)
+    depth_backend: str = argument("torch", "torch, or the Triton kernels on a GPU: triton", free=True)
     gradient_checkpointing: bool = argument(False, "less memory for more compute", free=True)
     compile: bool = argument(False, "torch.compile the model", free=True)
     num_workers: int = argument(0, "processes that load data in the background", free=True)
@@ -89,6 +90,7 @@ class TrainArguments:
             (("betas",), lambda value: [0 <= b < 1 for b in value] == [True] * 2, "it must be two numbers in [0, 1)"),
             (("seed",), lambda value: 0 <= value < 2**31, f"it must lie in 0..{2**31 - 1}"),
             (("num_workers",), lambda value: value <= workers, f"on this machine it must be at most {workers}"),
+            (("depth_backend",), lambda value: value in ("torch", "triton"), "it must be one of torch, triton"),
             (("mixed_precision",), lambda value: value in ("auto", "bf16", "no"), "it must be one of auto, bf16, no"),
             (("warmup_steps",), lambda value: value <= self.steps, f"it must be at most `steps` = {self.steps}"),
         ]

@@ -70,12 +70,13 @@ def evaluate(
     split: str = "validation",
     batch_size: int = 8,
     dtype: str = "float32",
+    depth_backend: str = "torch",
 ) -> Evaluation:
     """The loss of a saved model (a folder or Hub repository) on a split of a prepared folder."""
     check_batch_size(batch_size)
     accelerator = Accelerator()  # its precision does not matter: `accelerator.prepare` is not called
     dataset = open_split(data, split, accelerator)
-    loaded = load_language_model(os.fspath(model), str(accelerator.device), dtype)
+    loaded = load_language_model(os.fspath(model), str(accelerator.device), dtype, depth_backend=depth_backend)
     dataset.manifest.check_fits(loaded.config)
     check_same_tokens(os.fspath(model), dataset)
     result = evaluate_model(loaded, dataset, accelerator, batch_size, progress_bar=True)

@@ -16,7 +16,7 @@ from ..data.held_out import check_same_tokens
 from ..data.manifest import Manifest
 from ..data.packed_tokens import PackedTokens
 from ..errors import LRAttnResError, explain_field_error
-from ..folders.loading import load_language_model
+from ..folders.loading import load_language_model, use_depth_backend
 from ..modeling_lr_attnres import LRAttnResForCausalLM
 from .arguments import TrainArguments
 from .losses import use_chunked_loss
@@ -51,6 +51,7 @@ def build_model(args: TrainArguments, data: PackedTokens, tokenizer: PreTrainedT
     else:
         model = load_initial_model(args.init_from, args, data)
     model.set_attn_implementation(args.attn_implementation)
+    use_depth_backend(model, args.depth_backend)
     return model
 
 
