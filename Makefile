@@ -16,16 +16,19 @@ $(VENV)/.installed: setup.py pyproject.toml constraints.txt
 demo: install
 	$(RUN)/python examples/quickstart.py
 
+# `worksteal`: most tests of a file run in one process, which makes the fixtures of the file once.
+PYTEST := $(RUN)/python -m pytest -n 2 --dist worksteal
+
 # Lint, types and the laws on small models: for everyday work.
 check: lint
-	$(RUN)/python -m pytest -n 2 -m law
+	$(PYTEST) -m law
 
 test: lint
-	$(RUN)/python -m pytest -n 2
+	$(PYTEST)
 
 # Thousands of bad inputs from a seed, in five minutes: each must succeed or be refused in one line.
 attack: install
-	$(RUN)/python -m pytest -n 2 tests/attack/attack_everything.py
+	$(PYTEST) tests/attack/attack_everything.py
 
 # Saved folders in every minor version of Transformers: small environments in outputs/versions.
 test-versions: install

@@ -39,13 +39,21 @@ COPY, NAIVE, QWEN = "standard (copy)", "attnres-full, naive read", "Qwen3ForCaus
 ROWS = [*VARIANTS, NAIVE, QWEN]
 
 
+def fields_of(variant: str) -> dict[str, object]:
+    if variant in VARIANTS:  # also for an older checkout, which may not know its name
+        return VARIANTS[variant]
+    from lr_attnres.variants import variant_fields
+
+    return variant_fields(variant)
+
+
 def build(row: str, **sizes) -> torch.nn.Module:
     torch.manual_seed(0)
     if row == QWEN:
         heads = sizes["num_attention_heads"]
         config = Qwen3Config(**sizes, num_key_value_heads=heads, head_dim=sizes["hidden_size"] // heads)
         return Qwen3ForCausalLM(config)
-    fields = VARIANTS["standard" if row == COPY else row.removesuffix(", naive read")]
+    fields = fields_of("standard" if row == COPY else row.removesuffix(", naive read"))
     model = LRAttnResForCausalLM(LRAttnResConfig(**sizes, **fields))
     if fields["residual_type"] != "standard":
         torch.nn.init.normal_(model.model.depth_queries.weight, std=0.1)
@@ -92,7 +100,8 @@ class NaiveRead:
         columns = [site_columns(logits, site.sites_in_model) for logits in state.logits]
         sources = [*zip(state.values, columns), *([partial_source] if partial_source else [])]
         values, logits = zip(*sources)
-        return naive_mix(list(values), torch.cat(logits, dim=-1)).to(hidden_states.dtype), None, state
+        hidden = naive_mix(list(values), torch.cat(logits, dim=-1)).flatten(2)  # depth heads are one more axis
+        return hidden.to(hidden_states.dtype), None, state
 
 
 def check_against_naive_read(rows: list[str]) -> None:
@@ -100,7 +109,7 @@ def check_against_naive_read(rows: list[str]) -> None:
     without gradients, which are read from a `DepthBank`."""
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 4}
     for row in rows:
-        if row not in VARIANTS or row == "standard":
+        if row in ("standard", COPY, NAIVE, QWEN):
             continue
         results = []
         for change in (lambda model: model, read_naively):
@@ -166,9 +175,19 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+def known_row(text: str) -> str:
+    """One of `ROWS`, or the name of another variant."""
+    if text not in ROWS:
+        try:
+            fields_of(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error} Or one of {', '.join(ROWS)}.") from error
+    return text
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
-    result.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, metavar="ROW")
+    result.add_argument("--rows", nargs="+", default=ROWS, type=known_row, metavar="ROW")
     result.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder of the JSON report")
     return result
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from harness import (
     COPY,
     ROOT,
-    ROWS,
     VARIANTS,
     at_least_one,
     check_against_naive_read,
     commit,
     interleave,
     keep_freed_memory,
+    known_row,
     machine,
     parser,
     seconds,
@@ -42,7 +42,7 @@ def timing_parser(description: str, repeats: int, layers: int, tokens: int) -> a
     result.add_argument("--layers", type=int, default=layers)
     result.add_argument("--tokens", type=int, default=tokens)
     result.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
-    result.add_argument("--compiled-rows", nargs="+", choices=ROWS, metavar="ROW", help="default: those of --rows")
+    result.add_argument("--compiled-rows", nargs="+", type=known_row, metavar="ROW", help="default: those of --rows")
     result.add_argument(
         "--against", type=Path, metavar="PATH", help="time this checkout of another version too, in the same rounds"
     )

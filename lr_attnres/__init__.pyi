@@ -1,4 +1,4 @@
-"""The names of `__init__.py`, for type checkers and editors."""
+"""The public names, also for type checkers and editors. `__init__.py` reads them from this file."""
 
 from .analysis.cost import depth_cost as depth_cost
 from .analysis.explorer import explore as explore

@@ -124,9 +124,11 @@ def _add_depth_arguments(add: Callable) -> None:
     kinds += "sliced: keys are the last coordinates of the values (default: sliced)"
     blocks = "number of blocks of sub-layers; `full` (or `none`): one source per sub-layer (default: 8)"
     rank = "width of the routing keys (default: 64)"
+    heads = "reads side by side, each with its slice of keys and values (default: 1)"
     add("--residual-type", choices=RESIDUAL_TYPES, default=argparse.SUPPRESS, help=kinds)
     add("--num-depth-blocks", type=_blocks, default=argparse.SUPPRESS, metavar="N", help=blocks)
     add("--depth-key-rank", type=int, default=argparse.SUPPRESS, metavar="R", help=rank)
+    add("--depth-heads", type=int, default=argparse.SUPPRESS, metavar="H", help=heads)
 
 
 def _blocks(text: str) -> int | None:

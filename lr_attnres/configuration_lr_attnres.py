@@ -60,10 +60,14 @@ class LRAttnResConfig(PreTrainedConfig):
             many as there are sub-layers, makes every sub-layer a source. Ignored by `standard`.
         depth_key_rank (`int`, defaults to 64):
             Width of the routing keys and queries. Ignored by `standard`, always `hidden_size` for `attnres`.
+        depth_heads (`int`, defaults to 1):
+            Number of reads side by side. Each head has its own slice of keys, queries and values, of
+            `depth_key_rank / depth_heads` and `hidden_size / depth_heads` coordinates, and its own depth weights.
+            Ignored by `standard`.
         depth_key_norm (`bool`, defaults to `True`):
-            RMS-normalise the routing keys.
+            RMS-normalise the routing keys, each depth head on its own.
         depth_query_norm (`bool`, defaults to `False`):
-            RMS-normalise the queries.
+            RMS-normalise the queries, each depth head on its own.
         depth_logit_scale (`float`, defaults to 1.0):
             Constant factor of the depth logits.
         depth_block_exponent (`float`, defaults to 0.0):
@@ -136,6 +140,7 @@ class LRAttnResConfig(PreTrainedConfig):
     residual_type: ResidualType = "sliced"
     num_depth_blocks: int | Literal["full"] | None = 8
     depth_key_rank: int = 64
+    depth_heads: int = 1
     depth_key_norm: bool = True
     depth_query_norm: bool = False
     depth_logit_scale: float | int = 1.0
@@ -287,6 +292,11 @@ class LRAttnResConfig(PreTrainedConfig):
                 f"`depth_key_rank` is {self.depth_key_rank}; the key of `attnres` is the whole value, so it must be "
                 f"hidden_size = {self.hidden_size}."
             )
+        for name in ("hidden_size", "depth_key_rank"):
+            if getattr(self, name) % self.depth_heads:
+                raise ValueError(
+                    f"`depth_heads` is {self.depth_heads}; it must divide `{name}` = {getattr(self, name)}."
+                )
         if self.depth_scaled_eps and self.depth_block_exponent != 0:
             raise ValueError(
                 f"`depth_block_exponent` is {self.depth_block_exponent}; with `depth_scaled_eps`, which takes blocks "
@@ -308,6 +318,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (1e-30, 1),
     "num_labels": (1, 10**6),
     "num_depth_blocks": (1, 10**5),
+    "depth_heads": (1, 10**6),
     "depth_logit_scale": (-(10**6), 10**6),
     "depth_block_exponent": (0, 10),
     "depth_count_prior": (0, 10**6),

@@ -1,6 +1,8 @@
 """The maths of depth routing: which sources a site reads, their logits, and the read itself.
 
-Shape letters: B batch, T tokens, D hidden size, R key rank, S sources, G sites of a group, M sub-layers.
+Shape letters: B batch, T tokens, D hidden size, R key rank, S sources, G sites of a group, M sub-layers, H depth
+heads. Heads are more rows of the same reads. With H > 1, every shape below has the axis H after T: a value is
+[B, T, H, D / H], a key [B, T, H, R / H], logits are [B, T, H, S], and the queries of a site [H, R / H].
 
 `naive_depth_read` is the whole idea. Three facts make it cheap:
 1. Queries do not depend on the input. The logits of a source for all later sites are one small matrix product, made
@@ -136,7 +138,12 @@ def depth_logits(key: torch.Tensor, queries: torch.Tensor, floor: torch.Tensor |
     if key.dtype != queries.dtype:
         key = key.to(queries.dtype)
     with without_autocast(key.device.type):  # else a product in half precision
-        logits = torch.nn.functional.linear(key, queries)
+        if queries.dim() == 2:
+            logits = torch.nn.functional.linear(key, queries)
+        else:
+            rows_of_heads = key.flatten(0, 1).transpose(0, 1)  # [H, B T, R / H]
+            logits = torch.bmm(rows_of_heads, queries.permute(1, 2, 0))
+            logits = without_base(logits.transpose(0, 1).unflatten(0, key.shape[:2]))
     if floor is None:
         return logits
     # Dividing the logits instead of the key needs no normalised copy of the key.
@@ -165,6 +172,18 @@ def depth_read(values: list[torch.Tensor], logits: torch.Tensor, dtype: torch.dt
     The sum is accumulated in the dtype of the logits and cast once, to `dtype` (default: that of the values)."""
     read = DepthRead.apply if needs_grad(logits, *values) else read_forward
     return read(dtype or values[0].dtype, logits, *values)
+
+
+def split_heads(part: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, T, size] -> [B, T, H, size / H], the same memory; unchanged for one head."""
+    if heads == 1:
+        return part
+    return torch.ops.aten._unsafe_view(part, (*part.shape[:-1], heads, part.shape[-1] // heads))
+
+
+def join_heads(part: torch.Tensor) -> torch.Tensor:
+    """The inverse: [B, T, H, size / H] -> [B, T, size]; unchanged without heads."""
+    return part if part.dim() == 3 else without_base(part.flatten(-2))
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
@@ -198,7 +217,8 @@ def mix_in_token_chunks(weights: torch.Tensor, values: tuple[torch.Tensor, ...])
     mix = weights.new_empty(*weights.shape[:-1], values[0].shape[-1])
     with without_autocast("cpu"):
         for out, factors, *sources in zip(*(part.flatten(0, 1).split(128) for part in (mix, weights, *values))):
-            torch.bmm(factors, torch.stack(sources, dim=1).to(factors.dtype), out=out)
+            stack = torch.stack(sources, dim=-2).to(factors.dtype)
+            torch.bmm(*(part.flatten(0, -3) for part in (factors, stack)), out=out.flatten(0, -3))
     return mix
 
 

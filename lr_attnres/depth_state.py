@@ -1,6 +1,7 @@
 """What travels from site to site: the sources written so far, and what a group of sites has already mixed.
 
-Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sources, G sites of a group.
+Shape letters: B batch, T tokens, D hidden size, R key rank, M sub-layers, S sources, G sites of a group, H depth
+heads. What sub-layers emit is summed as it is; a block that becomes a source is cut into heads, as in `depth_routing`.
 
 `write_source` adds the output of a sub-layer to a `DepthState`, `read_site` reads a site from it. A step of
 generation, one token without gradients, does the same on a `DepthBank`.
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .configuration_lr_attnres import LRAttnResConfig
-from .depth_routing import DepthSite, depth_logits, depth_rms_norm, without_base
+from .depth_routing import DepthSite, depth_logits, depth_rms_norm, join_heads, split_heads, without_base
 from .depth_routing_triton import StepOptions, StepTables, check_values, new_step_tables, step_site
 
 
@@ -27,7 +28,7 @@ class Source(NamedTuple):
 class DepthState(NamedTuple):
     """The sources of one forward, as a site leaves them to the next. Empty in `standard`."""
 
-    queries: torch.Tensor | None = None  # [M, R], scaled for `depth_logits`
+    queries: torch.Tensor | None = None  # [M, R] or [M, H, R / H], scaled for `depth_logits`
     floor: torch.Tensor | None = None  # of the key norm, see `depth_logits`; None without key norm
     values: tuple[torch.Tensor, ...] = ()  # of the completed sources, oldest first: [B, T, D]
     logits: tuple[torch.Tensor, ...] = ()  # of the completed sources for the sites after them: [B, T, sites]
@@ -77,8 +78,12 @@ class DepthState(NamedTuple):
 
 
 def normalizes_emitted_keys(config: LRAttnResConfig) -> bool:
-    """The keys of `projected` are normalised before they are summed into a block."""
-    return config.residual_type == "projected" and config.depth_key_norm and not config.has_full_sources
+    """The keys of `projected` are normalised before they are summed into a block.
+
+    With depth heads, the released models also normalise keys that are summed with no other: for a key close to zero
+    the second norm, at the read, then makes a difference."""
+    is_summed = not config.has_full_sources or config.depth_heads > 1
+    return config.residual_type == "projected" and config.depth_key_norm and is_summed
 
 
 def emit(
@@ -91,7 +96,7 @@ def emit(
     if not normalizes_emitted_keys(config):
         return value, key
     # contiguous(): the key is a view, and saving it for the backward would keep the whole output of the projection.
-    return value, depth_rms_norm(key.contiguous(), config.rms_norm_eps)
+    return value, join_heads(depth_rms_norm(split_heads(key.contiguous(), config.depth_heads), config.rms_norm_eps))
 
 
 def write_source(
@@ -121,6 +126,7 @@ def block_source(
     assert state.queries is not None
     first = site.index - 1
     readers = state.queries[first:] if site.closes_block else state.queries[first : first + 1]
+    value, key = split_heads(value, config.depth_heads), split_heads(key, config.depth_heads)
     logits = depth_logits(key, readers, state.floor)
     prior = config.depth_count_prior * math.log(site.num_in_block)
     return Source(value, logits if prior == 0 else logits + prior)
@@ -157,11 +163,11 @@ def read_site(
     sources = [(value, site_columns(logits, site.sites_in_model)) for value, logits in younger]
     if partial_source is not None:
         sources.append(partial_source)
-    return merge_younger(mix, lse, sources, dtype), state
+    return join_heads(merge_younger(mix, lse, sources, dtype)), state
 
 
 def site_weights(state: DepthState, partial_source: Source | None, site: DepthSite) -> torch.Tensor:
-    """The depth weights of a site, [B, T, S], oldest source first."""
+    """The depth weights of a site, [B, T, S] or [B, T, H, S], oldest source first."""
     logits = [site_columns(source, site.sites_in_model) for source in state.logits]
     if partial_source is not None:
         logits.append(partial_source.logits)
@@ -171,12 +177,12 @@ def site_weights(state: DepthState, partial_source: Source | None, site: DepthSi
 class BankRow(NamedTuple):
     """Views of one row of a `DepthBank`."""
 
-    content: torch.Tensor  # [B, 1, D], or [B, 1, D + R] with a separate key
-    value: torch.Tensor  # [B, 1, D]
-    key: torch.Tensor  # [B, 1, R]
-    key_column: torch.Tensor  # [R, B]
-    key_and_floor: torch.Tensor  # [R + 1, B]
-    logits: torch.Tensor  # [M, B]
+    content: torch.Tensor  # [B, 1, D], or [B, 1, D + R] with a separate key; with heads [B, H, D / H + R / H]
+    value: torch.Tensor  # its first D or D / H columns
+    own_key: torch.Tensor  # its last R or R / H columns
+    key: torch.Tensor  # [R, B] or [H, R / H, B]
+    key_and_floor: torch.Tensor  # [R + 1, B] or [H, R / H + 1, B]
+    logits: torch.Tensor  # [M, B] or [H, M, B]
 
 
 class DepthBank:
@@ -187,7 +193,8 @@ class DepthBank:
     softmax and one product over all rows.
 
     One row per source: value [D], its key [R] if `emit` returns one, then the floor of the key norm. The norm of key
-    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf.
+    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf. A depth head
+    is like one more sequence of the batch: it has rows of its own, always with a key.
     """
 
     def __init__(
@@ -199,28 +206,36 @@ class DepthBank:
         queries: torch.Tensor,
         floor: torch.Tensor | None = None,
     ):
-        """embedding [B, 1, D], its key [B, 1, R] in `projected`; queries and floor as for `depth_logits`."""
-        self.config, self.hidden_size, self.queries, self.floor = config, config.hidden_size, queries, floor
+        """embedding [B, 1, D], its key [B, 1, R] in `projected`; queries [M, R] or [M, H, R / H], and floor, as for
+        `depth_logits`."""
+        self.config, self.floor = config, floor
+        self.heads = 1 if queries.dim() == 2 else queries.shape[1]
+        self.queries = queries if self.heads == 1 else queries.transpose(0, 1).contiguous()  # [H, M, R / H]
+        self.product = torch.mm if self.heads == 1 else torch.bmm
+        self.value_size, self.key_size = config.hidden_size // self.heads, queries.shape[-1]
         self.normalizes_emitted_keys = normalizes_emitted_keys(config)
-        output = torch.cat(emit(config, embedding) if embedding_key is None else (embedding, embedding_key), dim=-1)
+        output = embedding if embedding_key is None else torch.cat([embedding, embedding_key], dim=-1)
+        content = self.row_content(self.parts_of(output))
         # Outputs are added to rows of zeros. Rows that are not written yet must be finite: 0 * NaN would be NaN.
-        self.bank = queries.new_zeros(len(output), num_sources, output.shape[-1] + 1)
+        self.bank = queries.new_zeros(len(content) * self.heads, num_sources, content.shape[-1] + 1)
         if floor is not None:
             # The keys of `projected` blocks are stored without their factor sqrt(R), and so is their floor.
-            self.bank[..., -1] = floor / math.sqrt(config.depth_key_rank) if self.normalizes_emitted_keys else floor
-        self.logits = queries.new_full((len(queries), len(output), 1, num_sources), -math.inf)
+            self.bank[..., -1] = floor / math.sqrt(self.key_size) if self.normalizes_emitted_keys else floor
+        self.logits = queries.new_full((len(queries), len(self.bank), 1, num_sources), -math.inf)
         self.make_views()
         self.write(0, output)
 
     def make_views(self) -> None:
-        rank = self.queries.shape[1]
-        self.values = self.bank[..., : self.hidden_size]
-        columns = self.bank.transpose(0, 2)[-1 - rank :]  # [R + 1, rows, B]
-        contents, logits = self.bank[..., :-1].split(1, dim=1), self.logits[:, :, 0].unbind(-1)
-        values = [content[..., : self.hidden_size] for content in contents]
-        keys = [content[..., -rank:] for content in contents]
-        self.rows = [*map(BankRow, contents, values, keys, columns[:-1].unbind(1), columns.unbind(1), logits)]
-        self.norm_dim = None if len(self.bank) == 1 else 0  # over all is faster than over one dimension
+        self.values = self.bank[..., : self.value_size]
+        by_head = self.bank.unflatten(0, (-1, self.heads)).permute(2, 1, 3, 0)  # [rows, H, width + 1, B]
+        contents = by_head[:, :, :-1].permute(0, 3, 1, 2)  # [rows, B, H, width]
+        parts = contents, contents[..., : self.value_size], contents[..., -self.key_size :]
+        columns, logits = by_head[:, :, -1 - self.key_size :], self.logits.unflatten(1, (-1, self.heads))
+        logits = logits[..., 0, :].permute(3, 2, 0, 1)  # [rows, H, M, B]
+        if self.heads == 1:
+            columns, logits = columns.squeeze(1), logits.squeeze(1)
+        self.rows = [*map(BankRow, *parts, columns[..., :-1, :], columns, logits)]
+        self.norm_dim = None if len(self.bank) == 1 else -2  # over all is faster than over one dimension
         self.site_logits = self.logits.unbind(0)
 
     def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
@@ -235,29 +250,46 @@ class DepthBank:
         return moved
 
     def read(self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what sub-layer `site.index` returned, then read -> hidden [B, 1, D], weights [B, 1, rows]."""
+        """Write what sub-layer `site.index` returned, then read -> hidden [B, 1, D], weights [B, 1, rows] or
+        [B, 1, H, rows]."""
         self.write(site.num_sources - 1, output)
         weights = self.site_logits[site.index - 1].softmax(dim=-1)
         hidden = torch.bmm(weights, self.values)
+        if self.heads > 1:
+            hidden = hidden.view(-1, 1, self.heads * self.value_size)
+            weights = weights.view(-1, 1, self.heads, weights.shape[-1])
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
     def write(self, index: int, output: torch.Tensor) -> None:
         """Add an output, value or in `projected` value and key, to a row, and compute its logits for all sites."""
         row = self.rows[index]
         if self.normalizes_emitted_keys:
-            value, key = output.split([self.hidden_size, self.queries.shape[1]], dim=-1)
+            value, key = (part.unflatten(-1, (self.heads, -1)).squeeze(1) for part in self.parts_of(output))
             row.value.add_(value)
-            norm = torch.linalg.vector_norm(key, dim=-1, keepdim=True, dtype=row.key.dtype)
-            row.key.addcdiv_(key, norm.hypot_(self.floor))
-        elif output.shape[-1] == row.content.shape[-1]:
+            norm = torch.linalg.vector_norm(key, dim=-1, keepdim=True, dtype=row.own_key.dtype)
+            row.own_key.addcdiv_(key, norm.hypot_(self.floor))
+        elif self.heads == 1 and output.shape[-1] == row.content.shape[-1]:
             row.content.add_(output)
         else:
-            row.content.add_(torch.cat(emit(self.config, output), dim=-1))
+            row.content.add_(self.row_content(self.parts_of(output)))
         if self.floor is not None:
-            norm = torch.linalg.vector_norm(row.key_and_floor, dim=self.norm_dim)
-            torch.div(self.queries.mm(row.key_column), norm, out=row.logits)
+            norm = torch.linalg.vector_norm(row.key_and_floor, dim=self.norm_dim, keepdim=True)
+            torch.div(self.product(self.queries, row.key), norm, out=row.logits)
         else:
-            torch.mm(self.queries, row.key_column, out=row.logits)
+            self.product(self.queries, row.key, out=row.logits)
+
+    def parts_of(self, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What `emit` returns, but with keys that are not normalised."""
+        if self.config.residual_type != "projected":
+            return emit(self.config, output)
+        return output.split([self.config.hidden_size, self.config.depth_key_rank], dim=-1)
+
+    def row_content(self, emitted: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The parts as a row holds them: [B, 1, width] or [B, H, width]."""
+        if self.heads == 1:
+            return emitted[0] if len(emitted) == 1 else torch.cat(emitted, dim=-1)
+        value, key = emitted[0], emitted[-1][..., -self.heads * self.key_size :]
+        return torch.cat([part.unflatten(-1, (self.heads, -1)).squeeze(1) for part in (value, key)], dim=-1)
 
     # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
 
@@ -281,11 +313,11 @@ class KernelBank(DepthBank):
         embedding: torch.Tensor,
         embedding_key: torch.Tensor | None,
         queries: torch.Tensor,
-        heads: int = 1,
     ):
         """As for `DepthBank`, but the queries are as they were learned: the kernel scales them."""
         check_values([embedding, queries])
         self.config = config
+        heads = config.depth_heads
         first = emit(config, embedding) if embedding_key is None else (embedding, embedding_key)
         self.tables = new_step_tables(first, queries, num_sources, heads)
         self.options = StepOptions(
@@ -308,10 +340,9 @@ class KernelBank(DepthBank):
         num_blocks = site.num_sources - 2
         slots = [num_blocks + (site.block_size - count) % 2 for count in (site.num_in_block - 1, site.num_in_block)]
         old, new = (slots[0] if site.num_in_block > 1 else -1), slots[1]
-        has_key = self.config.residual_type == "projected"
-        emitted = output.split(self.tables.values.shape[-1], dim=-1) if has_key else emit(self.config, output)
-        step_site(self.tables, emitted, site.index - 1, num_blocks, (old, new), self.options)
+        step_site(self.tables, self.parts_of(output), site.index - 1, num_blocks, (old, new), self.options)
         hidden, weights = self.tables.hidden[site.index - 1], self.tables.weights[site.index - 1]
+        weights = weights if weights.shape[1] == 1 else weights.unsqueeze(1)  # [B, 1, rows] or [B, 1, H, rows]
         return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
 
 

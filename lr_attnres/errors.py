@@ -63,7 +63,7 @@ def clear_hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None
             "the Hub cannot be reached: check the connection, and that HF_HUB_OFFLINE is not set."
         ) from error
     except OSError as error:
-        raise HubError(explain_os_error(error)) from error
+        raise HubError(explain_file_error(error)) from error
     except ValueError as error:
         raise HubError(f"{repo_id}: {_first_line(error)}") from error
 
@@ -71,7 +71,7 @@ def clear_hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None
 def explain(error: Exception) -> str | None:
     """One line for an error that the user can fix; None for a bug, which needs its traceback."""
     if isinstance(error, OSError):
-        return explain_os_error(error)
+        return explain_file_error(error)
     if isinstance(error, StrictDataclassError):
         return explain_field_error(error)
     if isinstance(error, (ValueError, ImportError)):
@@ -84,12 +84,14 @@ def explain(error: Exception) -> str | None:
     return None
 
 
-def explain_os_error(error: OSError) -> str:
+def explain_file_error(error: BaseException) -> str:
     """One line for a local file that cannot be read or written."""
-    path = f" ({os.fspath(error.filename)})" if error.filename else ""
-    if error.errno == errno.ENOSPC:
-        return f"the disk is full{path}: free some space and run the same command again."
-    return f"{(error.strerror or _first_line(error)).rstrip('.')}{path}."
+    path, reason = "", _first_line(error) or type(error).__name__
+    if isinstance(error, OSError):
+        path, reason = f" ({os.fspath(error.filename)})" if error.filename else "", error.strerror or reason
+        if error.errno == errno.ENOSPC:
+            return f"the disk is full{path}: free some space and run the same command again."
+    return f"{reason.rstrip('.')}{path}."
 
 
 def explain_field_error(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 import fnmatch
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -12,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import build_hf_headers, validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
 from .configuration_lr_attnres import AUTO_MAP, LRAttnResConfig
 from .data.tokenizers import find_tokenizer
-from .errors import HubError, LRAttnResError, clear_hub_errors, one_line
+from .errors import HubError, LRAttnResError, clear_hub_errors
 from .folders.card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
 from .folders.clean_process import check_code, load_in_clean_process
 from .folders.loading import check_generation_config, check_weight_files, load_config
 from .folders.staging import code_files
-from .sources import check_not_special
+from .sources import check_not_special, read_json_object
 
 
 logger = logging.get_logger(__name__)
@@ -98,7 +97,7 @@ def _files_to_send(folder: Path) -> list[Path]:
 
 def _check_copy(folder: Path) -> LRAttnResConfig:
     config, path = load_config(folder), folder / CONFIG_NAME
-    if json.loads(path.read_text(encoding="utf-8")).get("auto_map") != AUTO_MAP:
+    if read_json_object(path).get("auto_map") != AUTO_MAP:
         raise LRAttnResError(f"{path}: auto_map does not name the code in the folder: save it with `save_pretrained`.")
     if not config.architectures or config.architectures[0] not in PIPELINE_TAGS:
         known = ", ".join(PIPELINE_TAGS)
@@ -110,7 +109,9 @@ def _check_copy(folder: Path) -> LRAttnResConfig:
         if saved.read_bytes() != installed.read_bytes():
             advice = "load the folder and save it again with `save_pretrained`, or install the version that saved it"
             raise LRAttnResError(f"{saved} is not the code of the installed lr_attnres: {advice}.")
-    _check_json(folder)
+    for path in sorted(folder.glob("*.json")):
+        read_json_object(path)
+    check_generation_config(folder)
     check_weight_files(folder, config)
 
     found = load_in_clean_process(folder)
@@ -130,37 +131,24 @@ def _check_copy(folder: Path) -> LRAttnResConfig:
     return config
 
 
-def _check_json(folder: Path) -> None:
-    for path in sorted(folder.glob("*.json")):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise LRAttnResError(f"{path} is not JSON: {one_line(error)}.") from error
-        if not isinstance(content, dict):
-            raise LRAttnResError(f"{path} is not a JSON object.")
-    check_generation_config(folder)
-
-
 def stage_folder(
     copy: Path, left_out: list[str], config: LRAttnResConfig, repo_id: str, tags: Iterable[str] = ()
 ) -> StagedFolder:
     """The commit of `copied_files`, with a generated card unless the folder has one written by the user."""
-    sent = sorted(copy.iterdir())
-    if (card := copy / CARD) in sent:
-        if GENERATED not in card.read_text(encoding="utf-8"):
-            return StagedFolder([CommitOperationAdd(path.name, path) for path in sent], left_out, None)
-        sent.remove(card)
-    operations = [CommitOperationAdd(path.name, path) for path in sent]
-    tag = _contents_tag(operations)
+    operations = {path.name: CommitOperationAdd(path.name, path) for path in sorted(copy.iterdir())}
+    if CARD in operations and GENERATED not in (copy / CARD).read_text(encoding="utf-8"):
+        return StagedFolder([*operations.values()], left_out, None)
+    operations.pop(CARD, None)
+    tag = _contents_tag(operations.values())
     text = str(model_card(copy, config, repo_id.split("/")[-1], repo_id, tag, tags))
-    return StagedFolder([*operations, CommitOperationAdd(CARD, text.encode())], left_out, tag)
+    return StagedFolder([*operations.values(), CommitOperationAdd(CARD, text.encode())], left_out, tag)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _contents_tag(operations: list[CommitOperationAdd]) -> str:
+def _contents_tag(operations: Iterable[CommitOperationAdd]) -> str:
     """A tag that the card can name before the commit exists: a hash of the files."""
     digest = hashlib.sha256()
     for operation in operations:
@@ -197,11 +185,11 @@ def push(
     """
     api = HfApi(token=token, library_name="lr_attnres")
     _check_target(repo_id, revision, create_pr)
-    if not dry_run and token is None and get_token() is None:
-        raise HubError("there is no Hub token: run `hf auth login`, set HF_TOKEN or give a token.")
-    if not dry_run and "/" not in repo_id:
+    if not dry_run:
         with clear_hub_errors(repo_id):
-            repo_id = f"{api.whoami()['name']}/{repo_id}"
+            build_hf_headers(token=token or True)  # raises if there is no token
+            if "/" not in repo_id:
+                repo_id = f"{api.whoami()['name']}/{repo_id}"
     with copied_files(Path(folder)) as (copy, left_out):
         staged = stage_folder(copy, left_out, _check_copy(copy), repo_id, tags)
         if dry_run:

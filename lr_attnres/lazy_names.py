@@ -1,8 +1,19 @@
 """Public names of a package whose modules are imported when a name is first used."""
 
+import ast
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+
+def names_in_stub(package_file: str) -> dict[str, tuple[str, ...]]:
+    """The public names of each module, from the `.pyi` beside an `__init__.py`, where type checkers find them too."""
+    modules: dict[str, tuple[str, ...]] = {}
+    for node in ast.parse(Path(package_file).with_suffix(".pyi").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules[node.module] = (*modules.get(node.module, ()), *(alias.name for alias in node.names))
+    return modules
 
 
 def lazy_names(package: str, modules: dict[str, tuple[str, ...]]) -> tuple[Callable[[str], Any], list[str]]:

@@ -41,6 +41,7 @@ from .depth_routing import (
     depth_rms_norm,
     inference_rms_norm,
     is_eager_on_cpu,
+    split_heads,
 )
 from .depth_routing_triton import INTERPRETED, triton
 from .depth_routing_triton import depth_merge as triton_depth_merge
@@ -67,7 +68,8 @@ generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_w
 class LRAttnResModelOutputWithPast(BaseModelOutputWithPast):
     r"""
     depth_weights (`tuple(torch.FloatTensor)`, *optional*, returned with `output_depth_weights=True`):
-        One tensor `[batch, tokens, sources]` per site 1..2L: the softmax of its read, sources oldest first.
+        One tensor `[batch, tokens, sources]`, or `[batch, tokens, heads, sources]` with several depth heads, per site
+        1..2L: the softmax of its read, sources oldest first.
     """
 
     depth_weights: tuple[torch.FloatTensor, ...] | None = None
@@ -77,7 +79,8 @@ class LRAttnResModelOutputWithPast(BaseModelOutputWithPast):
 class LRAttnResCausalLMOutputWithPast(CausalLMOutputWithPast):
     r"""
     depth_weights (`tuple(torch.FloatTensor)`, *optional*, returned with `output_depth_weights=True`):
-        One tensor `[batch, tokens, sources]` per site 1..2L: the softmax of its read, sources oldest first.
+        One tensor `[batch, tokens, sources]`, or `[batch, tokens, heads, sources]` with several depth heads, per site
+        1..2L: the softmax of its read, sources oldest first.
     """
 
     depth_weights: tuple[torch.FloatTensor, ...] | None = None
@@ -118,20 +121,21 @@ class LRAttnResDepthQueries(KeptInFloat32):
         super().__init__()
         self.query_norm_eps = config.rms_norm_eps if config.depth_query_norm else None
         self.key_norm_eps = config.rms_norm_eps if config.depth_key_norm else None
-        self.logit_scale = config.depth_logit_scale
+        self.logit_scale, self.heads = config.depth_logit_scale, config.depth_heads
         shape = (2 * config.num_hidden_layers, config.depth_key_rank)
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
     def forward(self, as_learned: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries [2L, R] in float32 or better, and the floor of the key norm, if any: see `depth_logits`."""
+        """Queries [2L, R], or [2L, H, R / H] of H depth heads, in float32 or better, and the floor of the key norm, if
+        any: see `depth_logits`. `as_learned`: the weight alone, which a kernel scales."""
         if as_learned:
             return self.weight, None
-        queries = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        queries = split_heads(self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)), self.heads)
         if self.query_norm_eps is not None:
             queries = depth_rms_norm(queries, self.query_norm_eps)
         if self.key_norm_eps is None:
             return queries * self.logit_scale, None
-        rank = queries.shape[1]
+        rank = queries.shape[-1]
         floor = queries.new_full((), math.sqrt(rank * self.key_norm_eps))
         return queries * (self.logit_scale * math.sqrt(rank)), floor
 
@@ -151,7 +155,7 @@ class LRAttnResDepthRead(nn.Module):
         depth_state: DepthState | DepthBank,
         output_depth_weights: bool | None = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, DepthState | DepthBank]:
-        """-> hidden [B, T, D]; depth weights [B, T, S] if asked for; the depth state for the next site.
+        """-> hidden [B, T, D]; depth weights [B, T, S] or [B, T, H, S] if asked for; the state for the next site.
 
         Only `standard` adds to `hidden_states`. The others replace them and take their dtype."""
         if self.config.residual_type == "standard":
@@ -463,8 +467,9 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         if has_bank:
             return DepthBank(self.config, self.num_sources, embeddings, key, queries, floor)
         emitted = emit(self.config, embeddings, key)
-        logits = depth_logits(emitted[-1][..., -self.config.depth_key_rank :], queries, floor)
-        return DepthState(queries, floor, values=(embeddings,), logits=(logits,))
+        key = split_heads(emitted[-1][..., -self.config.depth_key_rank :], self.config.depth_heads)
+        value = split_heads(embeddings, self.config.depth_heads)
+        return DepthState(queries, floor, values=(value,), logits=(depth_logits(key, queries, floor),))
 
     def reads_from_bank(self, embeddings: torch.Tensor) -> bool:
         """True in an eager step of generation. A compiler fuses the general reads better."""
@@ -619,8 +624,9 @@ class LRAttnResForCausalLM(LRAttnResPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> GenerateOutput | torch.LongTensor:
         """As in Transformers. With `output_depth_weights=True, return_dict_in_generate=True` the output also has
-        `depth_weights`: for each step one tuple over the sites of `[batch, tokens, sources]`, where the first step
-        has the tokens of the prompt and every later one the token that it continues."""
+        `depth_weights`: for each step one tuple over the sites of `[batch, tokens, sources]`, or `[batch, tokens,
+        heads, sources]` with depth heads, where the first step has the tokens of the prompt and every later one the
+        token that it continues."""
         steps: list[tuple] | None = [] if kwargs.get("output_depth_weights") else None
         returns_dict = (generation_config or self.generation_config).return_dict_in_generate
         if steps is not None and not kwargs.get("return_dict_in_generate", returns_dict):

@@ -1,13 +1,17 @@
-"""Tell whether a user's argument is a file or folder on this machine or a Hub repository."""
+"""What a user names: a file or folder on this machine, or a Hub repository; and JSON files in it."""
 
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from .errors import HubError, LRAttnResError, clear_hub_errors
+from huggingface_hub import hf_hub_download
+
+from .errors import HubError, LRAttnResError, clear_hub_errors, explain_file_error, one_line
 
 
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -24,6 +28,18 @@ def check_not_special(path: Path) -> None:
     kind = SPECIAL_FILES.get(stat.S_IFMT(path.stat().st_mode))
     if kind is not None:
         raise LRAttnResError(f"{path} is a {kind}, not a file or folder: copy its contents into a file.")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LRAttnResError(f"{path} cannot be read: {explain_file_error(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise LRAttnResError(f"{path} is not JSON: {one_line(error)}.") from error
+    if not isinstance(content, dict):
+        raise LRAttnResError(f"{path} is not a JSON object.")
+    return content
 
 
 def local_path(source: str | os.PathLike, revision: str | None = None) -> Path | None:
@@ -58,7 +74,5 @@ def check_has_file(source: str | os.PathLike, filename: str, revision: str | Non
         if not (folder / filename).is_file():
             raise LRAttnResError(f"{source} has no {filename}; give a folder saved with a model and tokenizer.")
         return
-    from huggingface_hub import hf_hub_download
-
     with hub_source(name, revision):
         hf_hub_download(name, filename, revision=revision, token=token)

@@ -1,7 +1,7 @@
 """Run `lr-attnres` commands in another process, with their own Hub.
 
-Importing torch and transformers takes longer than most commands. So one process runs many commands, and folders with
-the same contents are loaded in a clean process only once.
+Importing torch and transformers takes longer than most commands. So one process runs many commands, clean processes
+are forks (`forked_clean_process`), and folders with the same contents are loaded in a clean process only once.
 """
 
 import json
@@ -15,10 +15,13 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 WORKER = """
 import contextlib, hashlib, io, json, os, pathlib, sys, traceback
+sys.path.append(sys.argv[1])
+from forked_clean_process import FORKS
 from lr_attnres import hub_upload
 from lr_attnres.folders import clean_process, staging
 from lr_attnres.cli import main
 
+clean_process.subprocess = FORKS
 found, names, load = {}, {}, clean_process.load_in_clean_process
 
 def load_once(folder, dtype="auto"):
@@ -73,7 +76,7 @@ class CommandLine:
 
     def __init__(self, environment: dict[str, str], folder: Path | None = None):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER],
+            [sys.executable, "-c", WORKER, str(TESTS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -18,6 +18,8 @@ VARIANTS = {
     "projected_block": {"residual_type": "projected", "num_depth_blocks": 3},
     "sliced_full": {"residual_type": "sliced", "num_depth_blocks": None},
     "sliced_block": {"residual_type": "sliced", "num_depth_blocks": 3},
+    "projected_full_heads": {"residual_type": "projected", "num_depth_blocks": None, "depth_heads": 2},
+    "sliced_block_heads": {"residual_type": "sliced", "num_depth_blocks": 3, "depth_heads": 4},
     "sliced_block_weighted_norms": {  # what an upgraded model has
         "residual_type": "sliced",
         "num_depth_blocks": 3,

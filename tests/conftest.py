@@ -32,6 +32,16 @@ def nan_filled_empty():
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture
+def forked_clean_process(monkeypatch):
+    """Clean processes are forks, see the module of this name."""
+    from forked_clean_process import FORKS
+
+    from lr_attnres.folders import clean_process
+
+    monkeypatch.setattr(clean_process, "subprocess", FORKS)
+
+
 @pytest.fixture(scope="session")
 def token_data(tmp_path_factory) -> Path:
     """Documents of letters with a pattern, prepared in rows of 32 tokens."""

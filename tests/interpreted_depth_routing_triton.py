@@ -139,6 +139,21 @@ def test_merge_equals_the_oracle(T, D, Y, dtype):
     assert hidden.dtype == dtype
 
 
+def test_depth_heads_are_rows(T=3, H=5, D=7, S=3, G=2):
+    """Values and mixes [B, T, H, D / H], values in a wider buffer, and logits with an axis H."""
+
+    def read(mix, merge):
+        def group(logits, *emitted):
+            values = [part[..., : H * D].unflatten(-1, (H, D)) for part in emitted]
+            *mixes, lse = mix(logits, *values[:S])
+            return mixes[0], merge(mixes[1], lse[..., 1:], values[S], logits[..., 0, :1])[0], lse
+
+        return group
+
+    leaves = [leaf(BATCH, T, H, G, S), *(leaf(BATCH, T, H * D + 4) for _ in range(S + 1))]
+    assert_matches(read(triton_mix, triton_merge(torch.float32)), read(oracle_mix, oracle_merge), leaves, 2e-6)
+
+
 def test_no_younger_source_returns_the_mix():
     mix, lse = leaf(BATCH, 3, 48), leaf(BATCH, 3, 1)
     assert torch.equal(kernels.depth_merge(mix, lse, [], torch.float32), mix)
@@ -257,10 +272,13 @@ def oracle_steps(kind, schedule, embedding, embedding_key, outputs, queries, hea
 
 def run_steps(kind, schedule, embedding, embedding_key, outputs, queries, heads, eps):
     """The same with the kernel, through `KernelBank` -> hidden states, weights, the bank."""
-    has_key, shape = kind != "sliced", {"depth_key_rank": 4, "rms_norm_eps": eps}  # the bank takes sizes from tensors
+    has_key, shape = kind != "sliced", {"depth_key_rank": queries.shape[-1], "rms_norm_eps": eps}
     blocks = None if kind == "projected" else 3
-    config = small_config(residual_type="projected" if has_key else "sliced", num_depth_blocks=blocks, **shape)
-    bank = KernelBank(config, schedule[-1].num_sources, embedding, embedding_key if has_key else None, queries, heads)
+    kinds = {"residual_type": "projected" if has_key else "sliced", "num_depth_blocks": blocks, "depth_heads": heads}
+    config = small_config(
+        **kinds, **shape, hidden_size=embedding.shape[-1], num_attention_heads=1, num_key_value_heads=1
+    )
+    bank = KernelBank(config, schedule[-1].num_sources, embedding, embedding_key if has_key else None, queries)
     reads = [bank.read(site, output, embedding.dtype) for site, output in zip(schedule, outputs, strict=True)]
     hidden = torch.stack([hidden[:, 0] for hidden, _ in reads])
     return (
@@ -364,7 +382,9 @@ def test_a_model_generates_the_same(variant, switches):
 
 
 @pytest.mark.compatibility("Triton reads, under Triton's interpreter")
-@pytest.mark.parametrize("variant", ["attnres_full", "projected_full", "sliced_block"])
+@pytest.mark.parametrize(
+    "variant", ["attnres_full", "projected_full", "projected_full_heads", "sliced_block", "sliced_block_heads"]
+)
 def test_a_model_reads_the_same(variant):
     """Loss and every gradient of a whole float32 model, against the pure-torch read in float64."""
     model, tokens = small_model(variant), random_tokens(BATCH, 5)

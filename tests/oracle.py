@@ -12,6 +12,12 @@ def rms_norm(x, eps, weight=None):
     return x if weight is None else x * weight
 
 
+def rms_norm_of_heads(x, config):
+    """x: [..., R]; every slice of R / H coordinates has a norm of its own."""
+    slices = x.chunk(config.depth_heads, dim=-1)
+    return torch.cat([rms_norm(part, config.rms_norm_eps) for part in slices], dim=-1)
+
+
 def rope(x, theta):
     """x: [B, H, T, head_dim]; coordinate i is rotated with coordinate i + head_dim / 2."""
     half = x.shape[-1] // 2
@@ -72,27 +78,35 @@ def key_of(group, value, keys, config):
     if config.residual_type == "sliced":
         return value[..., value.shape[-1] - config.depth_key_rank :]
     in_blocks = config.num_depth_blocks is not None and config.num_depth_blocks < 2 * config.num_hidden_layers
-    if config.depth_key_norm and in_blocks:
-        return sum(rms_norm(keys[i], config.rms_norm_eps) for i in group)
+    if config.depth_key_norm and (in_blocks or config.depth_heads > 1):
+        return sum(rms_norm_of_heads(keys[i], config) for i in group)
     return sum(keys[i] for i in group) / len(group) ** config.depth_block_exponent
 
 
 def read(site, values, keys, p, config):
-    """values[0], keys[0]: the embedding; values[i], keys[i]: sub-layer i. -> hidden [B, T, D], weights [B, T, S]."""
+    """values[0], keys[0]: the embedding; values[i], keys[i]: sub-layer i.
+    -> hidden [B, T, D], weights [B, T, S], or [B, T, H, S] with H > 1 depth heads."""
+    heads = config.depth_heads
     query = p["model.depth_queries.weight"][site - 1]
     if config.depth_query_norm:
-        query = rms_norm(query, config.rms_norm_eps)
-    source_values, logits = [], []
+        query = rms_norm_of_heads(query, config)
+    source_values, source_logits = [], []
     for group in [[0], *block_of_sublayers(site, 2 * config.num_hidden_layers, config.num_depth_blocks)]:
         count = len(group)
         value = sum(values[i] for i in group) / count**config.depth_block_exponent
         key = key_of(group, value, keys, config)
-        key = rms_norm(key, config.rms_norm_eps) if config.depth_key_norm else key
+        key = rms_norm_of_heads(key, config) if config.depth_key_norm else key
         prior = config.depth_count_prior * torch.tensor(float(count), dtype=value.dtype).log()
         source_values.append(value)
-        logits.append((key * query).sum(-1) * config.depth_logit_scale + prior)
-    weights = torch.stack(logits, dim=-1).softmax(-1)
-    return sum(weights[..., i, None] * value for i, value in enumerate(source_values)), weights
+        dots = [part.sum(-1) for part in (key * query).chunk(heads, dim=-1)]
+        source_logits.append([dot * config.depth_logit_scale + prior for dot in dots])
+    hidden, all_weights = [], []
+    for head in range(heads):
+        weights = torch.stack([logits[head] for logits in source_logits], dim=-1).softmax(-1)
+        slices = [value.chunk(heads, dim=-1)[head] for value in source_values]
+        hidden.append(sum(weights[..., i, None] * part for i, part in enumerate(slices)))
+        all_weights.append(weights)
+    return torch.cat(hidden, dim=-1), all_weights[0] if heads == 1 else torch.stack(all_weights, dim=-2)
 
 
 def oracle_forward(config, p, input_ids):

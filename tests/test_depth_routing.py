@@ -237,6 +237,7 @@ def test_a_flat_depth_state_gives_the_same_state_back(variant, num_layers):
 
 
 SWITCHES = {"switches": {"depth_key_norm": False, "depth_query_norm": True, "depth_logit_scale": 0.7}, "defaults": {}}
+SWITCHES["heads"] = {"depth_heads": 8}
 
 
 @pytest.mark.parametrize("batch", [1, 3])

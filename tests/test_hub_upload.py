@@ -165,7 +165,7 @@ def test_all_reference_checkpoints_travel(hub, run, tmp_path):
     torch.save({name: expected_outputs(name)["input_ids"] for name in NAMES}, tmp_path / "inputs.pt")
     environment = hub_environment(hub.url, tmp_path / "reader_home")
     result = run_without_package(LOGITS, environment, tmp_path, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
-    assert len(result["modules"]) == 11 and not result["imported"]
+    assert len(result["modules"]) == 14 and not result["imported"]
     assert all(module.startswith("transformers_modules.writer.") for module in result["modules"])
     for name, logits in torch.load(tmp_path / "outputs.pt", weights_only=True).items():
         expected = expected_outputs(name)["logits"]
@@ -232,24 +232,20 @@ def test_dry_run_sends_nothing(hub, run, folder):
 
 
 PUSH_TO_HUB = """
-import sys
 from lr_attnres import LRAttnResForCausalLM
-model = LRAttnResForCausalLM.from_pretrained(sys.argv[1])
+model = LRAttnResForCausalLM.from_pretrained("{folder}")
 print(model.push_to_hub("writer/name", token="hf_writer", tags=["mine"]))
 """
 
 
-def test_push_to_hub_gives_the_same_repository(hub, run, folder, tmp_path):
+def test_push_to_hub_gives_the_same_repository(hub, run, folder):
     run("push", "writer/name", folder, *WRITER)
     by_command = hub.files("writer/name")
     del hub.repos["model", "writer/name"]
-    environment = hub_environment(hub.url, tmp_path / "hf_home")
-    process = subprocess.run(
-        [sys.executable, "-c", PUSH_TO_HUB, folder], env=environment, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
+    result = run.script(PUSH_TO_HUB.format(folder=folder))
+    assert result.code == 0, result.err
     by_method = hub.files("writer/name")
-    assert process.stdout.strip().startswith(f"{hub.url}/writer/name/commit/")
+    assert result.out.strip().startswith(f"{hub.url}/writer/name/commit/")
     assert commits(hub, "writer/name") == 1
     # Transformers notes in a tokenizer that it was loaded from a folder, which also changes the tag of the contents.
     for files in (by_method, by_command):
@@ -334,9 +330,13 @@ def test_server_errors_and_dropped_connections(hub, run, folder):
     assert len(hub.repo("writer/name").refs) == 2 and commits(hub, "writer/name") == 1
 
 
-def test_nobody_answers(folder, tmp_path):
-    with CommandLine(hub_environment("http://127.0.0.1:9", tmp_path / "hf_home")) as run:
+def test_nobody_answers(hub, run, folder):
+    run.script("from huggingface_hub import constants; constants.ENDPOINT = 'http://127.0.0.1:9'")
+    try:
         assert_refused(run("push", "writer/name", folder, *WRITER), "the connection to the Hub failed")
+    finally:
+        run.script(f"constants.ENDPOINT = {hub.url!r}")
+    assert hub.log == []
 
 
 def test_full_disk(folder, monkeypatch, capsys):
@@ -431,6 +431,7 @@ def index_elsewhere(folder: Path, name: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.usefixtures("forked_clean_process")
 @pytest.mark.parametrize("spoil, message", BAD_FOLDERS, ids=[row[1] for row in BAD_FOLDERS])
 def test_folder_that_must_not_be_sent(spoil, message, folder):
     spoil(folder)
@@ -483,7 +484,7 @@ def test_tokens_may_have_the_names_of_code_fields(folder):
     check_code(folder)
 
 
-def test_what_is_checked_is_what_is_sent(folder):
+def test_what_is_checked_is_what_is_sent(folder, forked_clean_process):
     (folder / "evil.py").write_text("")
     (folder / "checkpoint-10").mkdir()
     with copied_files(folder) as (copy, left_out):
@@ -497,7 +498,7 @@ def test_what_is_checked_is_what_is_sent(folder):
     assert not copy.exists()
 
 
-def test_only_what_a_user_needs_is_sent(folder):
+def test_only_what_a_user_needs_is_sent(folder, forked_clean_process):
     names = ["model_backup.safetensors", "model-old.safetensors", "LICENSE_key.pem", "tokenizer_secret.json"]
     for name in names:
         (folder / name).write_text("x")
@@ -508,14 +509,14 @@ def test_only_what_a_user_needs_is_sent(folder):
     assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"} <= sent
 
 
-def test_tokenizer_that_does_not_fit(tmp_path):
+def test_tokenizer_that_does_not_fit(tmp_path, forked_clean_process):
     small_model().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(LRAttnResError, match="the tokenizer has 257 tokens, the model's vocab_size is 61"):
         check_folder(tmp_path)
 
 
-def test_other_heads_and_folders_without_a_tokenizer(tmp_path, capsys):
+def test_other_heads_and_folders_without_a_tokenizer(tmp_path, capsys, forked_clean_process):
     small_model(model_class=LRAttnResForSequenceClassification, num_labels=3).save_pretrained(tmp_path)
     push(tmp_path, "writer/name", dry_run=True)
     assert "tokenizer" not in capsys.readouterr().out

@@ -46,7 +46,7 @@ def test_the_sweep_is_the_paper_s_table():
     runs = sweep.runs()
     for row in [*KEY_ROWS, *sweep.continued]:
         assert [run.seed for run in runs if run.row == row] == [0, 1, 2]
-    assert {run.row for run in runs} == {*sweep.rows, *sweep.continued}
+    assert {run.row for run in runs} == {*sweep.trained, *sweep.continued}
     recipes = [sweep.arguments(run, Path(), Path()).bound() for run in runs]
     for one, recipe in zip(runs, recipes):
         assert recipe.pop("steps") * recipe["batch_tokens"] >= (1_250_000 if one.is_continued else 5_000_000)
@@ -249,7 +249,7 @@ def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch)
     assert page.read_text() == text
 
     empty = report.render(report.Results(sweeps.load_sweep(), tmp_path / "nowhere"))
-    assert "0 of 63 runs" in empty and "![" not in empty and "reproduced" not in empty and "chance" not in empty
+    assert "0 of 99 runs" in empty and "![" not in empty and "reproduced" not in empty and "chance" not in empty
     assert "Of 18 findings of the paper: 18 not run." in empty
 
 
@@ -316,7 +316,7 @@ def full_results(micro_results, tmp_path) -> report.Results:
 
 def test_a_page_of_all_rows(full_results):
     text = report.render(full_results)
-    assert "All 63 runs of the sweep are here." in text and "not run" not in text.lower()
+    assert "All 99 runs of the sweep are here." in text and "not run" not in text.lower()
     assert "attnres in blocks beats the baseline | `attnres-n8`, `standard` | -0.0231 | +0.0" in text
     assert "smallest of 7 (device a CPU, threads 2)" in text and " | 1.050 | " in text
     verdicts = {claim.words: claim.verdict(full_results) for claim in report.claims(full_results.sweep)}

@@ -53,6 +53,22 @@ SWITCHES = [
     {"norm_weight": True, "rms_norm_eps": 1e-5},
     {"qk_norm": False},
 ]
+HEADS = [
+    {"residual_type": kind, "num_depth_blocks": blocks, "depth_heads": 3, "depth_key_rank": 21, **switch}
+    for kind, blocks, switch in [
+        ("attnres", None, {"depth_key_rank": 63}),
+        ("attnres", 3, {"depth_key_rank": 63, "depth_key_norm": False}),
+        ("projected", None, {}),
+        ("projected", None, {"depth_key_norm": False}),
+        ("projected", 3, {"depth_key_rank": 3}),
+        ("projected", 4, {"depth_query_norm": True, "depth_block_exponent": 0.5, "depth_count_prior": 1.0}),
+        ("sliced", None, {}),
+        ("sliced", 3, {"depth_block_exponent": 0.5, "depth_key_norm": False}),
+        ("sliced", 7, {"depth_query_norm": True, "depth_logit_scale": 0.3}),
+        ("sliced", 3, {"depth_heads": 9, "depth_key_rank": 45}),
+        ("sliced", 4, {"depth_heads": 63, "depth_key_rank": 63}),
+    ]
+]
 ORACLE_CASES = [{"residual_type": "standard"}, {"residual_type": "standard", "norm_weight": True, "qk_norm": False}]
 ORACLE_CASES += [
     {"residual_type": kind, "num_depth_blocks": blocks} for kind in ROUTED_TYPES for blocks in BLOCK_COUNTS
@@ -62,6 +78,14 @@ ORACLE_CASES += [
     for kind in ROUTED_TYPES
     if kind != "attnres"  # has no rank of its own
     for switch in SWITCHES
+]
+# Odd numbers of rows, tokens, heads, and coordinates of a head's value and key.
+ORACLE_CASES += [
+    pytest.param(
+        {"hidden_size": 63, "head_dim": 16, **fields},
+        marks=pytest.mark.compatibility("Depth heads: forward and every gradient", parameter="fields"),
+    )
+    for fields in HEADS
 ]
 
 
@@ -205,6 +229,33 @@ def test_sliced_keys_of_full_rank_are_attnres(blocks):
     assert torch.equal(attnres(input_ids).logits, sliced(input_ids).logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind, blocks", [("attnres", None), ("attnres", 3), ("projected", None), ("projected", 3)])
+def test_depth_heads_permuted_with_their_slices_permute_nothing_else(kind, blocks):
+    """A head is its slice of values, keys and queries. (Of `sliced` keys only those of full rank move with values.)"""
+    heads = {"residual_type": kind, "num_depth_blocks": blocks, "depth_heads": 4}
+    model, permuted = (small_model("standard", **heads) for _ in range(2))
+    input_ids, order, rank = random_tokens(2, 11), torch.tensor([2, 0, 3, 1]), model.config.depth_key_rank
+    values, keys = (torch.arange(size).view(4, -1)[order].flatten() for size in (32, rank))
+    both = torch.cat([values, 32 + keys])
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if "depth_queries" in name:
+            state[name] = tensor[:, keys]
+        elif "depth_embedding_key" in name:
+            state[name] = tensor[keys][:, values]
+        elif "o_proj" in name or "down_proj" in name:
+            state[name] = tensor[both if kind == "projected" else values]
+        else:  # reads hidden states: embedding, head, the other projections
+            state[name] = tensor[:, values]
+    permuted.load_state_dict(state)
+    weights, weights_permuted = (m(input_ids, output_depth_weights=True).depth_weights for m in (model, permuted))
+    for ours, theirs in zip(weights, weights_permuted):
+        torch.testing.assert_close(theirs, ours[:, :, order], **FLOAT32)
+        assert (ours[:, :, 1:] - ours[:, :, :1]).abs().max() > 0.01  # heads differ
+    torch.testing.assert_close(permuted(input_ids).logits, model(input_ids).logits, **FLOAT32)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_gets_a_gradient_at_initialisation(variant):
     model = LRAttnResForCausalLM(small_config(variant))
@@ -239,7 +290,8 @@ def test_outputs_have_fixed_arity_and_do_not_change_the_logits(variant):
     sources = [1 + sum(end <= site for end in ends) + (site not in ends) for site in range(1, 9)]
     assert [w.shape[-1] for w in outputs.depth_weights] == sources
     for weights in outputs.depth_weights:
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 7))
+        heads = VARIANTS[variant].get("depth_heads", 1)
+        torch.testing.assert_close(weights.sum(-1), torch.ones((2, 7) if heads == 1 else (2, 7, heads)))
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -542,6 +594,7 @@ def fresh_compiler():
         ("attnres_block", "aot_eager"),
         ("projected_full", "aot_eager"),
         ("sliced_block", "aot_eager"),
+        ("sliced_block_heads", "aot_eager"),
         ("sliced_block", "inductor"),  # what training compiles with: a minute each
     ],
 )
@@ -607,7 +660,7 @@ def engine_attention(module, query, key, value, attention_mask, scaling, **kwarg
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["standard", "sliced_block"])
+@pytest.mark.parametrize("variant", ["standard", "sliced_block", "sliced_block_heads"])
 def test_compiles_for_an_unbacked_number_of_tokens(variant, monkeypatch):
     """vLLM can trace with unbacked sizes: code that compares such a size with 1, to choose a path, does not trace."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "engine", engine_attention)

@@ -19,7 +19,7 @@ from lr_attnres import LRAttnResForCausalLM
 from lr_attnres.training.losses import use_chunked_loss
 
 
-VARIANTS = [*ONE_OF_EACH, "sliced_block_weighted_norms"]
+VARIANTS = [*ONE_OF_EACH, "sliced_block_weighted_norms", "sliced_block_heads"]
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 
 

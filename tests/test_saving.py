@@ -44,6 +44,17 @@ def test_round_trip(variant, tmp_path):
         assert set(file.keys()) == set(model.state_dict())
 
 
+def test_a_folder_saved_before_there_were_depth_heads_has_one(tmp_path):
+    model, input_ids = small_model(), random_tokens(2, 7)
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields.pop("depth_heads") == 1
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    loaded = LRAttnResForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.depth_heads == 1
+    assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+
+
 def test_sharded_and_tied(tmp_path):
     model, input_ids = small_model("projected_block", tie_word_embeddings=True), random_tokens(2, 7)
     model.save_pretrained(tmp_path, max_shard_size="20KB")

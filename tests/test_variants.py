@@ -28,7 +28,27 @@ def test_names_stand_for_fields_of_the_config():
     }
 
 
-@pytest.mark.parametrize("name", ["sliced", "sliced-8-r64", "sliced-none-r64", "attnres-n8-r64", "standard-n8", "n8"])
+def test_depth_heads_in_a_name():
+    assert variant_fields("attnres-n8-h4") == {"residual_type": "attnres", "num_depth_blocks": 8, "depth_heads": 4}
+    for name in ("sliced-n8-r64-h8", "projected-full-r32-h2", "attnres-full-h16"):
+        assert variant_name(LRAttnResConfig(**variant_fields(name))) == name
+    assert variant_name(LRAttnResConfig(**variant_fields("sliced-n8-r64-h1"))) == "sliced-n8-r64"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sliced-n8-h8",
+        "standard-h2",
+        "sliced-n8-r64-h0",
+        "sliced",
+        "sliced-8-r64",
+        "sliced-none-r64",
+        "attnres-n8-r64",
+        "standard-n8",
+        "n8",
+    ],
+)
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match=f"`variant` is '{name}'; write .* full, which is None in the config"):
         variant_fields(name)

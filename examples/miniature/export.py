@@ -21,7 +21,7 @@ from lr_attnres.hub_upload import check_folder
 def best_runs(results: Results) -> dict[str, dict]:
     """residual type -> the result with the lowest validation loss among the rows trained from random weights."""
     best = {}
-    for row in results.sweep.rows:
+    for row in results.sweep.trained:
         for result in results.rows.get(row, {}).values():
             kind = row.split("-")[0]
             if kind not in best or result["validation_loss"] < best[kind]["validation_loss"]:

@@ -18,6 +18,7 @@ from measure import as_analysis, read_result
 from sweep import BASELINE, HERE, RESULTS, SWEEP, Sweep, load_sweep
 
 from lr_attnres.analysis.paper import PAPER_TABLE, PaperRow
+from lr_attnres.variants import variant_fields
 
 
 PAGE = HERE.parents[1] / "docs/miniature.md"
@@ -57,7 +58,7 @@ class Results:
 
         The fit uses all rows trained like `row`: from random weights, or continued from a baseline. The seed decides
         the order of the text, which shifts all rows alike. A row with one seed adds no degree of freedom."""
-        family = self.sweep.continued if row in self.sweep.continued else self.sweep.rows
+        family = self.sweep.continued if row in self.sweep.continued else self.sweep.trained
         cells = {(member, seed): r[name] for member in family for seed, r in self.rows.get(member, {}).items()}
         effects = sorted({effect for cell in cells for effect in cell}, key=str)
         design = np.array([[effect in cell for effect in effects] for cell in cells], dtype=float)
@@ -195,6 +196,47 @@ def summary(results: Results) -> str:
     return f"Of {sum(verdicts.values())} findings of the paper: {counts}."
 
 
+def one_head_rows(row: str) -> list[str]:
+    """The variants of one head with the rank, and with the rank per head, of a row with depth heads."""
+    fields = variant_fields(row)
+    heads, rank = fields.get("depth_heads", 1), fields["depth_key_rank"]
+    return [] if heads == 1 else [row.replace(f"-r{rank}-h{heads}", f"-r{size}") for size in (rank, rank // heads)]
+
+
+def heads_table(results: Results) -> str:
+    rows = []
+    for row in results.sweep.heads:
+        found = results.rows.get(row, {})
+        comparisons = [compare_heads(results, row, other) for other in one_head_rows(row)] or ["-", "-"]
+        flops = f"{found[min(found)]['added_flops_percent']:.2f} %" if found else "-"
+        loss = mean_text(results.values(row, "validation_loss"))
+        rows.append([f"`{row}`", str(len(found)) if found else "not run", flops, loss, *comparisons])
+    heads = ["row", "seeds", "added FLOPs", "validation loss", "one head, equal rank", "one head, equal rank per head"]
+    return table(heads, rows)
+
+
+def compare_heads(results: Results, row: str, other: str) -> str:
+    """The difference from a row of one head, and whether its interval excludes zero; "-" without such a row."""
+    if other not in results.sweep.trained:
+        return "-"
+    if not results.differences(row, other):
+        return "not run"
+    mean, half = results.interval(row, other)
+    if half is None:
+        verdict = "no interval"
+    else:
+        verdict = "not resolved" if abs(mean) <= half else "heads are better" if mean < 0 else "heads are worse"
+    return f"{difference_text(results, row, other)} to `{other}`: {verdict}"
+
+
+def heads_text(results: Results) -> str:
+    """How many comparisons speak for heads, and how many against."""
+    cells = [compare_heads(results, row, other) for row in results.sweep.heads for other in one_head_rows(row)]
+    verdicts = Counter(cell.rpartition(": ")[2] for cell in cells if cell != "-")
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    return f"Of {verdicts.total()} comparisons with one head: {counts}."
+
+
 def continued_table(results: Results) -> str:
     first, *_ = results.sweep.continued
     rows = []
@@ -313,6 +355,8 @@ def render(results: Results) -> str:
         + timing_text(results)
     )
     sections += ["### Claim by claim", summary(results), claims_table(results), noise_text(results)]
+    if results.sweep.heads:
+        sections += ["### Depth heads", heads_text(results), heads_table(results)]
     sections += ["### A trained baseline, continued", continued_table(results), continued_text(results)]
     drawn = figures(results)
     if drawn:

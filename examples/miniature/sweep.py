@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,12 @@ class Sweep:
     rows: dict[str, str]  # row -> row of the paper
     continued: dict[str, str]  # row -> variant of the continued run
     order: list[dict[str, list]]
+    heads: list[str] = field(default_factory=list)  # rows with depth heads, and what they are compared with
+
+    @property
+    def trained(self) -> list[str]:
+        """The rows that start from random weights."""
+        return [*self.rows, *self.heads]
 
     def recipe_of(self, run: Run) -> dict[str, Any]:
         return self.recipe | (self.continued_recipe if run.is_continued else {})
@@ -63,8 +69,8 @@ class Sweep:
     def runs(self, rows: Iterable[str] | None = None, seeds: Iterable[int] | None = None) -> list[Run]:
         """The runs in the order of the file, limited to `rows` and `seeds` if given."""
         for row in rows or ():
-            if row not in {**self.rows, **self.continued}:
-                raise ValueError(f"--rows has {row!r}; the rows are {', '.join([*self.rows, *self.continued])}.")
+            if row not in (known := [*self.trained, *self.continued]):
+                raise ValueError(f"--rows has {row!r}; the rows are {', '.join(known)}.")
         runs = [self.run(row, seed) for stage in self.order for seed in stage["seeds"] for row in stage["rows"]]
         runs = [run for run in runs if rows is None or run.row in rows]
         runs = [run for run in runs if seeds is None or run.seed in seeds]
@@ -102,9 +108,10 @@ def start_folder(work: Path, run: Run) -> Path:
 def load_sweep(path: Path = SWEEP, tokens: int | None = None) -> Sweep:
     """Read and check a sweep file; `tokens` overrides its value."""
     values = yaml.safe_load(Path(path).read_text())
-    fields = set(Sweep.__dataclass_fields__)
-    if not isinstance(values, dict) or set(values) != fields:
-        raise ValueError(f"{path} must have the keys {', '.join(sorted(fields))}, and no others.")
+    fields = Sweep.__dataclass_fields__
+    required = {name for name, entry in fields.items() if entry.default_factory is MISSING}
+    if not isinstance(values, dict) or not required <= set(values) <= set(fields):
+        raise ValueError(f"{path} must have the keys {', '.join(sorted(required))}, may have heads, and no others.")
     sweep = Sweep(**(values | ({} if tokens is None else {"tokens": tokens})))
     if sweep.tokens < 1:
         raise ValueError(f"`tokens` is {sweep.tokens}; it must be at least 1.")
@@ -116,10 +123,12 @@ def load_sweep(path: Path = SWEEP, tokens: int | None = None) -> Sweep:
         variant_fields(row)
         if paper_row not in PAPER_VARIANTS:
             raise ValueError(f"{path}: {row} stands for {paper_row!r}, which is no row of the paper.")
+    for row in sweep.heads:
+        variant_fields(row)
     for stage in sweep.order:
         for row in stage["rows"]:
-            if row not in {**sweep.rows, **sweep.continued}:
-                raise ValueError(f"{path}: `order` has {row!r}, which is neither in `rows` nor in `continued`.")
+            if row not in (*sweep.trained, *sweep.continued):
+                raise ValueError(f"{path}: `order` has {row!r}, which is not in `rows`, `heads` or `continued`.")
     runs = sweep.runs()
     if len(set(runs)) != len(runs):
         raise ValueError(f"{path}: `order` has a run twice.")

@@ -80,11 +80,11 @@ def main() -> None:
     options = parser.parse_args()
     try:
         sweep = load_sweep(options.sweep)
-        rows = [*dict.fromkeys(run.row for run in sweep.runs(options.rows or sweep.rows))]
+        rows = [*dict.fromkeys(run.row for run in sweep.runs(options.rows or sweep.trained))]
         if options.repeats < 1:
             raise ValueError(f"--repeats is {options.repeats}; it must be at least 1.")
-        if not set(rows) <= set(sweep.rows):
-            raise ValueError(f"a continued row costs what its variant costs: time one of {', '.join(sweep.rows)}.")
+        if not set(rows) <= set(sweep.trained):
+            raise ValueError(f"a continued row costs what its variant costs: time one of {', '.join(sweep.trained)}.")
     except (OSError, ValueError) as error:
         sys.exit(f"Error: {error}")
     machine = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}

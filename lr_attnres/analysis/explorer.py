@@ -1,6 +1,6 @@
 """A local web page that shows routing: generate text, click a token, see which sources every site read for it.
 
-Shape letters: T tokens, M sites, S sources of the largest site.
+Shape letters: T tokens, M sites, H depth heads, S sources of the largest site.
 """
 
 import textwrap
@@ -35,8 +35,8 @@ LabelledTokens = list[tuple[str, str | None]]  # text of each token, and A or B 
 
 @dataclass
 class Reading:
-    """The tokens, and the depth weights [M, S] of each token that the model has read; NaN where a site has no such
-    source. The newest token of a stream has not been read yet."""
+    """The tokens, and the depth weights of each token that the model has read, [M, S], or [M, H, S] with several depth
+    heads; NaN where a site has no such source. The newest token of a stream has not been read yet."""
 
     tokens: list[int] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
@@ -58,6 +58,7 @@ class ExploredModel:
         self.tokenizer = load_tokenizer(model, self.config.vocab_size)
         self.model = load_language_model(model, device, dtype, depth_backend=depth_backend).eval()
         self.is_routed = self.config.residual_type != "standard"
+        self.num_heads = self.config.depth_heads if self.is_routed else 1
         self.block_ends = depth_block_ends(2 * self.config.num_hidden_layers, self.config.num_depth_blocks)
 
     def encode(self, prompt: str) -> list[int]:
@@ -100,7 +101,7 @@ class ExploredModel:
         return [str(self.tokenizer.decode([token])).replace("\n", "⏎") for token in tokens]
 
     def _weights(self, depth_weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """M tensors [1, T, sources of the site] -> T tensors [M, S]."""
+        """M tensors [1, T, sources of the site] -> T tensors [M, S]; with H before the sources, if there are heads."""
         if not self.is_routed:
             return []
         num_sources = max(weights.shape[-1] for weights in depth_weights)
@@ -110,24 +111,30 @@ class ExploredModel:
 
 @dataclass
 class View:
-    """One side of the comparison: the weights [M, S] of a token in a model."""
+    """One side of the comparison: the weights of a token in a model, [M, S], or [M, H, S] of all its heads."""
 
     title: str
     model: ExploredModel
     weights: torch.Tensor
 
     @property
+    def mean_weights(self) -> torch.Tensor:
+        """[M, S], the mean over heads."""
+        return self.weights if self.weights.dim() == 2 else self.weights.mean(1)
+
+    @property
     def effective(self) -> list[float]:
-        return [effective_sources(row[~row.isnan()]).item() for row in self.weights]
+        """Of each site, the mean over heads."""
+        return effective_sources(self.weights.nan_to_num(0.0)).view(len(self.weights), -1).mean(1).tolist()
 
 
 def heatmap_figure(views: list[View]) -> Figure:
     """Heatmaps (sites x sources), side by side on one colour scale."""
-    top = max(clip_level(view.weights) for view in views)
+    top = max(clip_level(view.mean_weights) for view in views)
     figure, panels = panel_grid(len(views), height=4.4)
     for axes, view in zip(panels, views):
         title = textwrap.fill(view.title, 44, break_on_hyphens=False)  # as wide as a panel: names of folders are long
-        heatmap(axes, view.weights, view.model.block_ends, title, "depth weight", top)
+        heatmap(axes, view.mean_weights, view.model.block_ends, title, "depth weight", top)
     return figure
 
 
@@ -136,7 +143,7 @@ def effective_figure(views: list[View]) -> Figure:
     figure, axes = one_panel("", "site", "effective sources", (7.5, 3.2))
     for view, line in zip(views, ("-", "--")):
         sites = range(1, len(view.weights) + 1)
-        axes.plot(sites, (~view.weights.isnan()).sum(-1).tolist(), line, color="0.65", linewidth=1, zorder=1)
+        axes.plot(sites, (~view.mean_weights.isnan()).sum(-1).tolist(), line, color="0.65", linewidth=1, zorder=1)
         colour = COLOURS[view.model.config.residual_type]
         axes.plot(sites, view.effective, line, color=colour, marker="o", markersize=4, label=view.title)
     axes.plot([], [], color="0.65", linewidth=1, label="available sources")
@@ -188,9 +195,11 @@ class Page:
         labels = dict(zip(picked, (FIRST, SECOND) if compare == PREVIOUS else (FIRST,)))
         return [(piece, labels.get(i)) for i, piece in enumerate(self.writer.pieces(reading.tokens))]
 
-    def look(self, reading: Reading, picked: list[int], compare: str) -> tuple[Figure | None, Figure | None, str]:
-        """Returns (heatmaps, effective sources, caption) of the picked tokens."""
-        views = self.views(reading, picked, compare)
+    def look(
+        self, reading: Reading, picked: list[int], compare: str, head: int = 0
+    ) -> tuple[Figure | None, Figure | None, str]:
+        """Returns (heatmaps, effective sources, caption) of the picked tokens, of one depth head or (0) of all."""
+        views = self.views(reading, picked, compare, head)
         if not views:
             return None, None, ""
         lines = [
@@ -201,20 +210,26 @@ class Page:
         with rc_context(STYLE):
             return heatmap_figure(views), effective_figure(views), "  \n".join(lines)
 
-    def views(self, reading: Reading, picked: list[int], compare: str) -> list[View]:
+    def views(self, reading: Reading, picked: list[int], compare: str, head: int = 0) -> list[View]:
         if not picked or picked[0] >= len(reading.weights):
             return []
-        views = [self.view(FIRST, self.writer, reading, picked[0])]
+        views = [self.view(FIRST, self.writer, reading, picked[0], head)]
         if compare == PREVIOUS and len(picked) == 2:
-            views.append(self.view(SECOND, self.writer, reading, picked[1]))
+            views.append(self.view(SECOND, self.writer, reading, picked[1], head))
         if compare == OTHER and len(self.models) == 2 and self.models[1].is_routed:
             other = next(self.models[1].stream(reading.tokens, max_new_tokens=0))
-            views.append(self.view(SECOND, self.models[1], other, picked[0]))
+            views.append(self.view(SECOND, self.models[1], other, picked[0], head))
         return views
 
-    def view(self, label: str, model: ExploredModel, reading: Reading, index: int) -> View:
+    def view(self, label: str, model: ExploredModel, reading: Reading, index: int, head: int) -> View:
+        """A model that has no such head shows the mean over its heads."""
         title = f"{label}: token {index} {self.writer.pieces([reading.tokens[index]])[0]!r}"
-        return View(f"{title}, {model.name}" if len(self.models) == 2 else title, model, reading.weights[index])
+        if len(self.models) == 2:
+            title += f", {model.name}"
+        weights = reading.weights[index]
+        if weights.dim() == 3 and 1 <= head <= weights.shape[1]:
+            return View(f"{title}, head {head}", model, weights[:, head - 1])
+        return View(f"{title}, mean over heads" if weights.dim() == 3 else title, model, weights)
 
 
 def build_page(models: list[ExploredModel]) -> gr.Blocks:
@@ -239,17 +254,25 @@ def build_page(models: list[ExploredModel]) -> gr.Blocks:
             label="Tokens", color_map=TOKEN_COLOURS, show_inline_category=False, elem_id="tokens", interactive=False
         )
         compare = gr.Radio(choices, value=NOTHING, label="Compare with", elem_id="compare")
+        num_heads = max(model.num_heads for model in models)
+        heads = [("mean over heads", 0), *((str(head), head) for head in range(1, num_heads + 1))]
+        head = gr.Radio(heads, value=0, label="Depth head", elem_id="head", visible=num_heads > 1)
         caption = gr.Markdown(elem_id="caption")
         weights = gr.Plot(show_label=False, elem_id="weights")
         effective = gr.Plot(show_label=False, elem_id="effective")
         reading, picked = gr.State(Reading()), gr.State([])
 
-        redraw = {"fn": page.look, "inputs": [reading, picked, compare], "outputs": [weights, effective, caption]}
+        redraw = {
+            "fn": page.look,
+            "inputs": [reading, picked, compare, head],
+            "outputs": [weights, effective, caption],
+        }
         for begin in (button.click, prompt.submit):
             generated = begin(page.generate, [prompt, max_new_tokens, temperature], [tokens, reading, picked, status])
             generated.then(**redraw)
         tokens.select(page.pick, [reading, picked, compare], [picked, tokens]).then(**redraw)
         compare.change(page.mark, [reading, picked, compare], tokens).then(**redraw)
+        head.change(**redraw)
     return blocks
 
 

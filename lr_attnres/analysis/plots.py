@@ -70,11 +70,16 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def effective_sources_figure(analyses: list[DepthAnalysis]) -> Figure:
-    """exp(H) by site, with the number of available sources as thin grey lines."""
+    """exp(H) by site, with the number of available sources as thin grey lines. Of a model with depth heads: the mean,
+    in a band from the lowest to the highest head."""
     labels = ("Effective number of sources", "site", "exp(entropy of the depth weights)")
     figure, axes = _line_figure(analyses, lambda a: enumerate(a.tensors["effective_sources"].tolist(), 1), *labels)
     available = {}
     for analysis in analyses:
+        heads = analysis.tensors.get("head_effective_sources", torch.zeros(0))
+        if heads.numel():
+            band = range(1, len(heads) + 1), heads.amin(1).tolist(), heads.amax(1).tolist()
+            axes.fill_between(*band, color=COLOURS[analysis.residual_type], alpha=0.15, linewidth=0)
         num_blocks = len(analysis.block_ends)
         sources = "full" if num_blocks == 2 * analysis.num_layers else f"{num_blocks} blocks"
         available[tuple((~analysis.tensors["depth_weights"].isnan()).sum(-1).tolist())] = sources

@@ -1,6 +1,6 @@
 """Statistics of depth routing over held-out text: one pass, memory independent of the number of tokens.
 
-Shape letters: B batch, T tokens, S sources of a site, M = 2L sites and sub-layers.
+Shape letters: B batch, T tokens, S sources of a site, H depth heads, M = 2L sites and sub-layers.
 """
 
 import json
@@ -41,6 +41,8 @@ class DepthAnalysis:
     entropy_by_position [M, T]: H by the token's position in its document; NaN at positions without tokens.
     output_magnitude [1 + M]: root mean square of the embedding and of each sub-layer's output.
     query_norms [M].
+    head_effective_sources [M, H], head_depth_weights [M, H, S]: of each depth head, empty for one head. The statistics
+        above are means over heads.
     """
 
     name: str
@@ -185,13 +187,13 @@ class _Routing:
         self.num_sites = 2 * config.num_hidden_layers if routed else 0
         self.ends = depth_block_ends(2 * config.num_hidden_layers, config.num_depth_blocks)
         num_sources = depth_cost(config).retained_sources
-        self.effective = torch.zeros(self.num_sites, dtype=torch.float64)
-        self.weights = torch.full((self.num_sites, num_sources), float("nan"), dtype=torch.float64)
+        self.effective = torch.zeros(self.num_sites, config.depth_heads, dtype=torch.float64)
+        self.weights = torch.full((*self.effective.shape, num_sources), float("nan"), dtype=torch.float64)
         self.by_position = torch.zeros(self.num_sites, 0, dtype=torch.float64)
         self.position_counts = torch.zeros(0, dtype=torch.float64)
 
     def add(self, depth_weights: tuple[torch.Tensor, ...], position_ids: torch.Tensor) -> None:
-        """`depth_weights`: M tensors [B, T, S]; `position_ids`: [B, T]."""
+        """`depth_weights`: M tensors [B, T, S] or [B, T, H, S]; `position_ids`: [B, T]."""
         positions = position_ids.flatten().cpu()
         self.tokens += positions.numel()
         new_positions = max(int(positions.max()) + 1 - len(self.position_counts), 0)
@@ -199,26 +201,29 @@ class _Routing:
         self.by_position = nn.functional.pad(self.by_position, (0, new_positions))
         self.position_counts.index_add_(0, positions, torch.ones_like(positions, dtype=torch.float64))
         for site, weights in enumerate(depth_weights):
-            weights = weights.flatten(0, 1).cpu().double()
+            weights = weights.view(len(positions), -1, weights.shape[-1]).cpu().double()  # [B T, H, S]
             entropy = _entropy(weights)
-            self.effective[site] += entropy.exp().sum()
-            self.by_position[site].index_add_(0, positions, entropy)
-            sums = self.weights[site, : weights.shape[-1]]
+            self.effective[site] += entropy.exp().sum(0)
+            self.by_position[site].index_add_(0, positions, entropy.mean(1))
+            sums = self.weights[site, :, : weights.shape[-1]]
             sums.copy_(sums.nan_to_num(0.0) + weights.sum(0))
 
     def means(self) -> dict[str, torch.Tensor]:
-        weights = self.weights / self.tokens
+        head_effective, head_weights = self.effective / self.tokens, self.weights / self.tokens
+        weights, has_heads = head_weights.mean(1), self.effective.shape[1] > 1
         shares = torch.zeros(self.num_sites, 3, dtype=torch.float64)
         for site, row in enumerate(weights, start=1):
             row = row[~row.isnan()]
             partial_share = row[-1] * (site not in self.ends)  # inside a block, the last source is the partial
             shares[site - 1] = torch.stack([row[0], row[1:].sum() - partial_share, partial_share])
         return {
-            "effective_sources": self.effective / self.tokens,
+            "effective_sources": head_effective.mean(1),
             "entropy": self.by_position.sum(-1) / self.tokens,
             "depth_weights": weights,
             "shares": shares,
             "entropy_by_position": self.by_position / self.position_counts,
+            "head_effective_sources": head_effective if has_heads else torch.zeros(0, dtype=torch.float64),
+            "head_depth_weights": head_weights if has_heads else torch.zeros(0, dtype=torch.float64),
         }
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +36,8 @@ def open_rows(
         return (packed[i] for i in range(len(packed)))
     context = config.max_position_embeddings
     length = min(context, 2048) if sequence_length is None else sequence_length
-    if length < 2:
-        raise LRAttnResError(f"`sequence_length` is {length}; it must be at least 2.")
-    if length > context:
-        raise LRAttnResError(f"`sequence_length` is {length}; the context of {model} is {context}: lower it.")
+    if not 2 <= length <= context:
+        raise LRAttnResError(f"`sequence_length` is {length}; it must lie in 2..{context}, the context of {model}.")
     return text_rows(open_documents(data), load_tokenizer(model, config.vocab_size), length)
 
 
@@ -94,14 +93,9 @@ def check_batch_size(batch_size: int) -> None:
 
 def make_batches(rows: Iterable[dict], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
     """Batches of consecutive rows of the same length."""
-    batch: list[dict[str, torch.Tensor]] = []
-    for row in rows:
-        if batch and (len(batch) == batch_size or len(row["input_ids"]) != len(batch[0]["input_ids"])):
+    for _, same_length in groupby(rows, key=lambda row: len(row["input_ids"])):
+        while batch := list(islice(same_length, batch_size)):
             yield torch.utils.data.default_collate(batch)
-            batch = []
-        batch.append(row)
-    if batch:
-        yield torch.utils.data.default_collate(batch)
 
 
 def take_tokens(batches: Iterable[dict], max_tokens: int | None) -> Iterator[dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..configuration_lr_attnres import LRAttnResConfig
 from ..errors import LRAttnResError
+from ..sources import read_json_object
 
 
 FILENAME = "manifest.json"
@@ -42,8 +43,7 @@ class Split:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Split":
-        shards = tuple(Shard(shard["file"], shard["rows"], shard["sha256"]) for shard in content["shards"])
-        return cls(content["documents"], content["tokens"], content["rows"], shards)
+        return cls(**content | {"shards": tuple(Shard(**shard) for shard in content["shards"])})
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,16 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> "Manifest":
-        file = Path(folder) / FILENAME
-        content = _read_json(file)
-        if problem := next(_problems(content, Path(folder)), None):
+        folder = Path(folder)
+        file, partial = folder / FILENAME, f"{folder}.partial"
+        if not file.exists():
+            resume = f"{partial} is unfinished: run the same `prepare` again"
+            advice = resume if os.path.exists(partial) else "run `prepare` first"
+            raise LRAttnResError(f"{folder} holds no prepared tokens (no {FILENAME}); {advice}.")
+        content = read_json_object(file)
+        if (found := content.get("format")) != FORMAT:
+            raise LRAttnResError(f"{folder} has format {found}, this version reads {FORMAT}: prepare it again.")
+        if problem := next(_problems(content, folder), None):
             raise LRAttnResError(f"{file}: {problem}; prepare the folder again.")
         settings, tokenizer, splits = content["settings"], content["tokenizer"], content["splits"]
         return cls(
@@ -101,24 +108,6 @@ def write_json(path: Path, content: dict[str, Any], suffix: str = ".tmp") -> Non
     temporary = path.with_suffix(suffix)
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(temporary, path)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    folder = file.parent
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        partial = folder.with_name(folder.name + ".partial")
-        hint = f"{partial} is unfinished: run the same `prepare` again" if partial.exists() else "run `prepare` first"
-        raise LRAttnResError(f"{folder} holds no prepared tokens (no {FILENAME}); {hint}.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise LRAttnResError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise LRAttnResError(f"{file} is not a JSON object: prepare the folder again.")
-    if content.get("format") != FORMAT:
-        found = content.get("format")
-        raise LRAttnResError(f"{folder} has format {found}, this version reads {FORMAT}: prepare it again.")
-    return content
 
 
 def _problems(content: dict[str, Any], folder: Path) -> Iterator[str]:

@@ -1,12 +1,11 @@
 """`PackedTokens` maps the rows of a prepared folder into memory; also the folder's tokenizer and its verification."""
 
 import hashlib
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import LRAttnResError
+from ..sources import read_json_object
 from .manifest import Manifest, Shard, write_json
 from .tokenizers import folder_hash, load_tokenizer, tokenizer_hash, vocabulary_size
 
@@ -29,11 +29,14 @@ def verify_data(
 ) -> None:
     """Compare the shards of a prepared folder, or of one split, with the hashes in its manifest, and check their rows.
 
-    What was verified is remembered in `verified.json`, if the folder can be written. `again=False` skips the files
-    that have not changed since.
+    `verified.json` in the folder, if it can be written, remembers the verified files. `again=False` skips those that
+    have not changed since.
     """
     folder = Path(folder)
-    manifest, verified = Manifest.read(folder), _read_verified(folder)
+    manifest = Manifest.read(folder)
+    verified: dict[str, Any] = {}
+    with suppress(LRAttnResError):  # absent or damaged: nothing is verified yet
+        verified = read_json_object(folder / VERIFIED_FILE)
     shards = [shard for name, part in manifest.splits.items() if split in (None, name) for shard in part.shards]
     before = dict(verified)
     for shard in tqdm(shards, desc="Checking", unit=" shards", delay=2, leave=False, disable=not progress_bar):
@@ -56,14 +59,6 @@ def verify_data(
         with suppress(OSError):  # a folder that is only readable is verified every time
             # A name of its own: several processes may verify at the same time.
             write_json(folder / VERIFIED_FILE, verified, suffix=f".{token_hex(4)}.tmp")
-
-
-def _read_verified(folder: Path) -> dict[str, list]:
-    try:
-        verified = json.loads((folder / VERIFIED_FILE).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return verified if isinstance(verified, dict) else {}
 
 
 def load_data_tokenizer(folder: str | os.PathLike) -> PreTrainedTokenizerBase:

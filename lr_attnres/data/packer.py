@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Features, List, Value
-from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -208,9 +206,7 @@ def write_arrow(path: Path, rows: np.ndarray, document_starts: np.ndarray) -> No
         "input_ids": pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), length),
         "document_starts": pa.ListArray.from_arrays(pa.array(offsets), pa.array((starts % length).astype(np.int32))),
     }
-    kinds = {"input_ids": List(Value(rows.dtype.name), length=length), "document_starts": List(Value("int32"))}
-    temporary = path.with_suffix(".tmp")
-    with ArrowWriter(path=str(temporary), features=Features(kinds)) as writer:
-        writer.write_table(pa.table(columns))
-        writer.finalize()
+    table, temporary = pa.table(columns), path.with_suffix(".tmp")
+    with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
     os.replace(temporary, path)

@@ -75,15 +75,17 @@ def prepare_data(
         max_tokens=max_tokens,
         shard_tokens=shard_tokens,
     )
-    if not output.exists():  # a finished folder is complete and needs no lock
+    is_new = not output.exists()  # a finished folder is complete and needs no lock
+    if is_new:
         with _exclusive_access(output):
-            if not output.exists():
-                return _pack_documents(documents, output, source, settings, progress_bar)
+            if is_new := not output.exists():
+                _pack_documents(documents, output, source, settings, progress_bar)
     if not (output / FILENAME).exists():
         raise LRAttnResError(f"{output} exists and holds no prepared tokens (no {FILENAME}): choose another folder.")
     manifest = Manifest.read(output)
     _check_same_settings(output, manifest.settings, settings)
-    verify_data(output, progress_bar)
+    if not is_new:
+        verify_data(output, progress_bar)
     return manifest
 
 
@@ -111,7 +113,7 @@ def _exclusive_access(output: Path) -> Iterator[None]:
 
 def _pack_documents(
     documents: Documents, output: Path, source: TokenizerSource | None, settings: PackingSettings, progress_bar: bool
-) -> Manifest:
+) -> None:
     """Work in `OUTPUT.partial`, where an interrupted call left its progress, and rename that at the end."""
     partial = output.with_name(output.name + ".partial")
     settings_file = partial / SETTINGS_FILE
@@ -135,9 +137,6 @@ def _pack_documents(
     for name in (PROGRESS_FILE, "progress.tmp", SETTINGS_FILE):
         (partial / name).unlink(missing_ok=True)
     os.replace(partial, output)
-    manifest = Manifest.read(output)
-    _check_same_settings(output, manifest.settings, settings)
-    return manifest
 
 
 def _check_same_settings(folder: Path, saved: dict[str, Any], settings: PackingSettings) -> None:

@@ -142,10 +142,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, progress_bar: boo
 
 def check_vocabulary_size(size: int, name: str) -> None:
     """Raise unless a tokenizer of this size can be trained; `tokenizers` reserves memory for all of it at once."""
-    if size < MIN_VOCAB_SIZE:
-        raise LRAttnResError(f"`{name}` is {size}; it must be at least {MIN_VOCAB_SIZE}: all bytes and end-of-text.")
-    if size > MAX_VOCAB_SIZE:
-        raise LRAttnResError(f"`{name}` is {size}; it must be at most {MAX_VOCAB_SIZE}.")
+    if not MIN_VOCAB_SIZE <= size <= MAX_VOCAB_SIZE:
+        smallest = f"{MIN_VOCAB_SIZE}, all bytes and end-of-text"
+        raise LRAttnResError(f"`{name}` is {size}; it must be at least {smallest}, and at most {MAX_VOCAB_SIZE}.")
 
 
 def _byte_level(*word_splitters: pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTokenizer:

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..analysis.cost import cost_report
 from ..configuration_lr_attnres import LRAttnResConfig
 from ..errors import LRAttnResError
-from ..sources import REPO_ID
+from ..sources import REPO_ID, read_json_object
 from ..variants import variant_name
 
 
@@ -27,6 +27,13 @@ PROVENANCE_FIELDS = {
     "datasets": list,  # Hub names
     "recipe": dict,  # setting -> value
     "evaluation": list,  # {"dataset": ..., "metric": ..., "value": ...}
+}
+ORIGIN_LABELS = {
+    "source": "converted from",
+    "base_model": "upgraded from",
+    "step": "training step",
+    "tokens": "training tokens",
+    "datasets": "training data",
 }
 # The next push rewrites a card with this line; it keeps a card without it, which is the user's own.
 GENERATED = "<!-- Written by lr-attnres. Remove this line to keep your own changes. -->"
@@ -54,12 +61,7 @@ def read_provenance(folder: str | os.PathLike) -> dict[str, Any]:
     path = Path(folder) / PROVENANCE_FILE
     if not path.is_file():
         return {}
-    try:
-        provenance = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LRAttnResError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(provenance, dict):
-        raise LRAttnResError(f"{path} must hold a JSON object.")
+    provenance = read_json_object(path)
     for name, value in provenance.items():
         if name not in PROVENANCE_FIELDS:
             raise LRAttnResError(f"{path} has the unknown field {name!r}; known are {', '.join(PROVENANCE_FIELDS)}.")
@@ -129,9 +131,9 @@ def _architecture(config: LRAttnResConfig) -> str:
 
 
 def _variant_section(config: LRAttnResConfig) -> str:
-    rows = {
+    rows: dict[str, object] = {
         "variant": f"`{variant_name(config)}`",
-        "layers": str(config.num_hidden_layers),
+        "layers": config.num_hidden_layers,
         "hidden size, feed-forward size": f"{config.hidden_size:,}, {config.intermediate_size:,}",
         "attention heads, key-value heads": f"{config.num_attention_heads}, {config.num_key_value_heads}",
         "vocabulary, context": f"{config.vocab_size:,}, {config.max_position_embeddings:,}",
@@ -139,22 +141,14 @@ def _variant_section(config: LRAttnResConfig) -> str:
     if config.residual_type != "standard":
         blocks = f"{config.num_depth_blocks} blocks of sub-layers"
         rows["sources"] = "one per sub-layer (full)" if config.has_full_sources else blocks
-        rows["rank of the routing keys"] = str(config.depth_key_rank)
+        rows["rank of the routing keys"] = config.depth_key_rank
+        if config.depth_heads > 1:
+            rows["depth heads"] = f"{config.depth_heads}, each with its slice of keys and values"
     return f"A decoder-only Transformer with {DESCRIPTIONS[config.residual_type]}.\n\n" + _table(rows.items())
 
 
 def _origin_section(provenance: dict[str, Any]) -> str:
-    rows = {}
-    if "source" in provenance:
-        rows["converted from"] = provenance["source"]
-    if "base_model" in provenance:
-        rows["upgraded from"] = provenance["base_model"]
-    if "step" in provenance:
-        rows["training step"] = f"{provenance['step']:,}"
-    if "tokens" in provenance:
-        rows["training tokens"] = f"{provenance['tokens']:,}"
-    if "datasets" in provenance:
-        rows["training data"] = ", ".join(provenance["datasets"])
+    rows = {label: provenance[field] for field, label in ORIGIN_LABELS.items() if field in provenance}
     rows |= provenance.get("recipe", {})
     return "## Training\n\n" + (_table(rows.items()) if rows else "Data and recipe are not recorded.")
 
@@ -188,4 +182,10 @@ def _usage_section(config: LRAttnResConfig, has_tokenizer: bool, repo_id: str | 
 
 
 def _table(rows: Iterable[tuple[str, object]], header: str = "") -> str:
-    return "\n".join([f"| | {header} |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    return "\n".join([f"| | {header} |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
+    return f"{value:,}" if type(value) is int else str(value)

@@ -108,7 +108,6 @@ def released_config(model_args: dict[str, Any], intermediate_size: int) -> LRAtt
     args = OPTIONAL | model_args
     _check_choice(args, "norm_pos", ("before",))
     _check_choice(args, "attnres_type", ("full", "block"))
-    _check_choice(args, "lrid_num_heads", (1,))
     if not 0 < _number(args, "rope_theta") < math.inf:
         raise LRAttnResError(f"`model_args` has rope_theta={args['rope_theta']!r}; it must be positive and finite.")
 
@@ -136,14 +135,13 @@ def released_config(model_args: dict[str, Any], intermediate_size: int) -> LRAtt
 def _depth_fields(args: dict[str, Any]) -> dict[str, Any]:
     if not (args["use_attnres"] or args["use_lrid"]):
         return {"residual_type": "standard"}
-    residual_type, rank, scale = "attnres", args["n_embd"], 1.0
+    residual_type, rank, heads, scale = "attnres", args["n_embd"], 1, 1.0
     if args["use_lrid"]:
         residual_type = "sliced" if args["lrid_key_from_output_tail"] else "projected"
-        rank = args["lrid_rank"]
-        if not isinstance(rank, int) or rank < 1:
-            raise LRAttnResError(f"`model_args` has lrid_rank={rank!r}; it must be an integer of at least 1.")
+        rank, heads = _positive_integer(args, "lrid_rank"), _positive_integer(args, "lrid_num_heads")
         if args["lrid_use_logit_scale"]:
-            scale = _number(args, "lrid_logit_scale") if args["lrid_logit_scale"] is not None else 1 / math.sqrt(rank)
+            default = 1 / math.sqrt(rank / heads)
+            scale = _number(args, "lrid_logit_scale") if args["lrid_logit_scale"] is not None else default
     if args["attnres_type"] == "block" and args["attnres_num_blocks"] is None:
         raise LRAttnResError("`model_args` has attnres_type='block' without attnres_num_blocks.")
     exponent = 0.0
@@ -155,6 +153,7 @@ def _depth_fields(args: dict[str, Any]) -> dict[str, Any]:
         "residual_type": residual_type,
         "num_depth_blocks": args["attnres_num_blocks"] if args["attnres_type"] == "block" else None,
         "depth_key_rank": rank,
+        "depth_heads": heads,
         "depth_key_norm": args["attnres_key_norm"],
         "depth_query_norm": args["attn_res_query_norm"],
         "depth_logit_scale": scale,
@@ -178,6 +177,12 @@ def _check_choice(args: dict[str, Any], name: str, choices: tuple) -> None:
     if args[name] not in choices:
         known = " or ".join(map(repr, choices))
         raise LRAttnResError(f"`model_args` has {name}={args[name]!r}; only {known} can be converted.")
+
+
+def _positive_integer(args: dict[str, Any], name: str) -> int:
+    if type(args[name]) is not int or args[name] < 1:
+        raise LRAttnResError(f"`model_args` has {name}={args[name]!r}; it must be an integer of at least 1.")
+    return args[name]
 
 
 def _number(args: dict[str, Any], name: str, legacy: float | None = None) -> float:
@@ -239,8 +244,9 @@ def converted_state_dict(
         }
     if config.residual_type != "standard":
         is_attnres = config.residual_type == "attnres"
-        name, shape = ("attn_residuals.{}.query", (hidden,)) if is_attnres else ("lrid_queries.{}", (1, rank))
-        queries = [take(f"transformer.{name.format(j)}", *shape).view(rank) for j in range(2 * num_layers)]
+        query_shape = (hidden,) if is_attnres else (config.depth_heads, rank // config.depth_heads)
+        name = "attn_residuals.{}.query" if is_attnres else "lrid_queries.{}"
+        queries = [take(f"transformer.{name.format(j)}", *query_shape).view(rank) for j in range(2 * num_layers)]
         result["model.depth_queries.weight"] = torch.stack(queries).float()
     if config.residual_type == "projected":
         result["model.depth_embedding_key.weight"] = take("transformer.lrid_embedding_key.proj.weight", rank, hidden)

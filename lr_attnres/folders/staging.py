@@ -3,10 +3,9 @@
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -22,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import modeling_lr_attnres
 from ..configuration_lr_attnres import LRAttnResConfig
-from ..errors import LRAttnResError, explain_os_error
+from ..errors import LRAttnResError, explain_file_error
 from .card import model_card, write_provenance
 from .clean_process import load_in_clean_process
 
@@ -86,8 +85,7 @@ def staged_folder(output_dir: Path, replace: bool = False) -> Iterator[Path]:
         if replace:
             shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        reason = explain_os_error(error) if isinstance(error, OSError) else error
-        raise LRAttnResError(f"{output_dir} cannot be written: {reason}") from error
+        raise LRAttnResError(f"{output_dir} cannot be written: {explain_file_error(error)}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         if lock is not None:
@@ -111,20 +109,11 @@ def _lock(staging: Path) -> int:
 
 def _delete_abandoned(parent: Path) -> None:
     """Delete the hidden folders of killed processes; the folder of a living process is locked."""
-    for lock_file in parent.glob(f".*/{LOCK_FILE}"):
-        if not re.fullmatch(r"\..*-[0-9a-f]{8}", lock_file.parent.name):
-            continue
-        try:
-            descriptor = os.open(lock_file, os.O_RDWR)
-        except OSError:  # another process has just deleted or renamed it, or owns it
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for lock_file in parent.glob(f".*-{'[0-9a-f]' * 8}/{LOCK_FILE}"):
+        # An OSError: the file is locked, belongs to another user, or was just deleted or renamed.
+        with suppress(OSError), open(lock_file, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_file.parent, ignore_errors=True)
-        except OSError:
-            pass
-        finally:
-            os.close(descriptor)
 
 
 def sync_to_disk(folder: Path) -> None:

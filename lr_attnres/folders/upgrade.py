@@ -65,6 +65,7 @@ def upgraded_config(
     residual_type: ResidualType = "sliced",
     num_depth_blocks: int | Literal["full"] | None = 8,
     depth_key_rank: int = 64,
+    depth_heads: int = 1,
 ) -> LRAttnResConfig:
     """The config of the upgraded model; raises for a field that it cannot express."""
     if config.model_type not in ARCHITECTURES:
@@ -89,6 +90,7 @@ def upgraded_config(
             residual_type=residual_type,
             num_depth_blocks=num_depth_blocks,
             depth_key_rank=depth_key_rank,
+            depth_heads=depth_heads,
             depth_scaled_eps=True,
             architectures=["LRAttnResForCausalLM"],
         )
@@ -171,6 +173,7 @@ def upgrade_model(
     residual_type: ResidualType = "sliced",
     num_depth_blocks: int | Literal["full"] | None = 8,
     depth_key_rank: int = 64,
+    depth_heads: int = 1,
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
     base_model: str | None = None,
@@ -186,7 +189,7 @@ def upgrade_model(
     Args:
         model_or_path: a folder, a Hub repository or a model of type llama, mistral (no sliding window) or qwen3, or a
             `standard` model of this project.
-        residual_type, num_depth_blocks, depth_key_rank: as in `LRAttnResConfig`.
+        residual_type, num_depth_blocks, depth_key_rank, depth_heads: as in `LRAttnResConfig`.
         seed: for the random key projections of `projected`.
         tokenizer: by default that of the source.
         base_model: the name of the source in the card; by default its Hub name or the name of its folder.
@@ -197,7 +200,12 @@ def upgrade_model(
     output_dir = Path(output_dir)
     check_absent(output_dir)
     source = open_source(model_or_path, revision, token)
-    depth = {"residual_type": residual_type, "num_depth_blocks": num_depth_blocks, "depth_key_rank": depth_key_rank}
+    depth = {
+        "residual_type": residual_type,
+        "num_depth_blocks": num_depth_blocks,
+        "depth_key_rank": depth_key_rank,
+        "depth_heads": depth_heads,
+    }
     weights = UpgradedWeights(source, seed, depth)
     tokenizer = tokenizer or source.tokenizer()
     if tokenizer is None:

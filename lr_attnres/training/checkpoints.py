@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..data.packed_tokens import file_hash
-from ..errors import LRAttnResError, explain_os_error
+from ..errors import LRAttnResError, explain_file_error
 from ..folders.staging import staged_folder
+from ..sources import read_json_object
 
 
 logger = logging.get_logger(__name__)
@@ -40,7 +41,7 @@ def in_main_process(accelerator: Accelerator, action: Callable[[], object]) -> N
         try:
             action()
         except (LRAttnResError, OSError) as error:
-            problem = explain_os_error(error) if isinstance(error, OSError) else str(error)
+            problem = explain_file_error(error)
     problem = broadcast_object_list([problem])[0]
     if problem:
         raise LRAttnResError(problem)
@@ -49,28 +50,29 @@ def in_main_process(accelerator: Accelerator, action: Callable[[], object]) -> N
 @contextmanager
 def hold_run_folder(folder: str | os.PathLike, accelerator: Accelerator) -> Iterator[None]:
     """Create the folder of a run and lock it; delete it afterwards if nothing was written."""
-    folder, lock, problem = Path(folder), None, None
-    if accelerator.is_main_process:
-        created = not folder.exists()
+    folder = Path(folder)
+    lock, existed = FileLock(folder / "run.lock"), folder.exists()
+
+    def create_and_lock() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / "run.lock")
             lock.acquire(timeout=0)
-        except Timeout:
-            problem = f"another run works in {folder}: wait for it, or choose another --output-dir."
-        except FileExistsError:
-            problem = f"`output_dir` is {folder}, which is a file: choose a folder."
+        except Timeout as error:
+            advice = "wait for it, or choose another --output-dir"
+            raise LRAttnResError(f"another run works in {folder}: {advice}.") from error
+        except FileExistsError as error:
+            raise LRAttnResError(f"`output_dir` is {folder}, which is a file: choose a folder.") from error
         except OSError as error:
-            problem = f"`output_dir` is {folder}, which cannot be written: {explain_os_error(error)}"
-    problem = broadcast_object_list([problem])[0]  # so that all processes raise
-    if problem:
-        raise LRAttnResError(problem)
+            reason = explain_file_error(error)
+            raise LRAttnResError(f"`output_dir` is {folder}, which cannot be written: {reason}") from error
+
+    in_main_process(accelerator, create_and_lock)
     try:
         yield
     finally:
-        if lock is not None:
+        if lock.is_locked:  # in the main process
             Path(lock.lock_file).unlink(missing_ok=True)
-            if created and not any(folder.iterdir()):
+            if not existed and not any(folder.iterdir()):
                 folder.rmdir()
             lock.release()
 
@@ -116,9 +118,9 @@ class Checkpoints:
                     write_checksums(staging)
                 self.accelerator.wait_for_everyone()
         except FILE_ERRORS as error:
-            raise LRAttnResError(
-                f"the checkpoint of step {step} cannot be written: {_reason(error)} Last good one: {self.last()}."
-            ) from error
+            reason = explain_file_error(error.__cause__ or error)  # the cause, if `staged_folder` adds the path
+            problem = f"the checkpoint of step {step} cannot be written: {reason}"
+            raise LRAttnResError(f"{problem} Last good one: {self.last()}.") from error
         self.accelerator.wait_for_everyone()
 
     def prune(self, keep_last: int) -> None:
@@ -163,7 +165,7 @@ class Checkpoints:
         try:
             self.accelerator.load_state(str(checkpoint))
         except FILE_ERRORS as error:
-            raise LRAttnResError(f"{checkpoint} cannot be read: {_reason(error)}") from error
+            raise LRAttnResError(f"{checkpoint} cannot be read: {explain_file_error(error)}") from error
         return state
 
     def _check_random_states(self, checkpoint: Path) -> None:
@@ -180,7 +182,7 @@ class Checkpoints:
             if lacking := [name for name in RANDOM_STATES if name not in states]:
                 raise ValueError(f"it has no {lacking[0]}")
         except FILE_ERRORS as error:
-            raise LRAttnResError(f"{file} cannot be read: {_reason(error)}") from error
+            raise LRAttnResError(f"{file} cannot be read: {explain_file_error(error)}") from error
         if num_saved != num_processes:
             logger.warning(f"{checkpoint} was written by {num_saved} processes, not {num_processes}: dropout differs.")
 
@@ -200,21 +202,18 @@ class Checkpoints:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The step, settings and validation loss of a checkpoint."""
+    file = checkpoint / STATE_FILE
     if not checkpoint.is_dir():
         raise LRAttnResError(f"the checkpoint {checkpoint} does not exist.")
-    try:
-        state = json.loads((checkpoint / STATE_FILE).read_text())
-    except FileNotFoundError as error:
+    if not file.exists():
         what = f"not a checkpoint of a training run (no {STATE_FILE})"
-        raise LRAttnResError(f"{checkpoint} is {what}; give a folder checkpoints/step-N.") from error
-    except (OSError, ValueError) as error:
-        raise LRAttnResError(f"{checkpoint / STATE_FILE} cannot be read: {error}.") from error
+        raise LRAttnResError(f"{checkpoint} is {what}; give a folder checkpoints/step-N.")
+    state = read_json_object(file)
     for name, kind in STATE_FIELDS.items():
-        if not isinstance(state, dict) or name not in state or not isinstance(state[name], kind):
-            raise LRAttnResError(f"{checkpoint / STATE_FILE} cannot be read: no usable `{name}`.")
-    step = state["step"]
-    if checkpoint.resolve().name != f"step-{step:08d}":
-        raise LRAttnResError(f"{checkpoint / STATE_FILE} has `step` = {step}, but its folder is {checkpoint.name}.")
+        if name not in state or not isinstance(state[name], kind):
+            raise LRAttnResError(f"{file} cannot be used: it has no usable `{name}`.")
+    if checkpoint.resolve().name != f"step-{state['step']:08d}":
+        raise LRAttnResError(f"{file} has `step` = {state['step']}, but its folder is {checkpoint.name}.")
     return state
 
 
@@ -259,12 +258,3 @@ def save_quietly(model: PreTrainedModel, folder: str | os.PathLike, **options: A
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, LRAttnResError) and error.__cause__ is not None:  # `staged_folder` adds the path
-        error = error.__cause__
-    if isinstance(error, OSError):
-        return explain_os_error(error)
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{lines[0].rstrip('.')}."

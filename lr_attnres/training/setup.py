@@ -82,7 +82,7 @@ def load_initial_model(init_from: str, args: TrainArguments, data: PackedTokens)
         model = load_language_model(init_from, "cpu", "float32")
     except LRAttnResError as error:
         raise LRAttnResError(f"`init_from`: {error}") from error
-    fields = args.model_fields()
+    fields = {"depth_heads": LRAttnResConfig.depth_heads} | args.model_fields()  # a name without heads means one
     wanted_config = build_config(model.config.to_dict() | fields)
     for name in fields:
         found, wanted = getattr(model.config, name), getattr(wanted_config, name)

@@ -68,6 +68,25 @@ def test_sampling_varies(routed):
     assert len(texts) > 1
 
 
+def test_shows_the_mean_over_depth_heads_or_one_of_them(routed, tmp_path):
+    save_text_model(tmp_path / "heads", "sliced_block_heads")
+    page = Page([ExploredModel(str(tmp_path / "heads"), "cpu"), routed])
+    *_, reading = page.writer.stream(page.writer.encode(PROMPT), 3)
+    weights = reading.weights[4]
+    assert weights.shape == (8, 4, 4)  # sites, heads, sources
+    mean, other = page.views(reading, [4], OTHER)
+    assert torch.equal(mean.mean_weights.nan_to_num(), weights.mean(1).nan_to_num())
+    assert mean.title.endswith(", mean over heads") and other.title.endswith("sliced-n3-r8")
+    heads = [page.views(reading, [4], NOTHING, head)[0] for head in (1, 2, 3, 4)]
+    assert torch.equal(heads[2].mean_weights.nan_to_num(), weights[:, 2].nan_to_num())
+    assert heads[2].title.endswith(", head 3")
+    means = [sum(values) / 4 for values in zip(*(head.effective for head in heads))]
+    assert mean.effective == pytest.approx(means)
+    other = page.views(reading, [4], OTHER, head=2)[1]  # has no heads
+    assert other.weights.shape == (8, 4) and "head" not in other.title
+    assert page.look(reading, [4], OTHER, 2)[0] is not None
+
+
 def test_compares_two_tokens_or_two_checkpoints(routed, folders):
     page = Page([routed, ExploredModel(str(folders / "projected_full"), "cpu")])
     *_, reading = routed.stream(routed.encode(PROMPT), 3)

@@ -51,6 +51,15 @@ def test_each_number_of_available_sources_has_its_own_name(analyses):
     assert names == {"available sources, full": (8, 9), "available sources, 3 blocks": (8, 4)}
 
 
+def test_depth_heads_are_a_band_around_their_mean():
+    model = analysis("sliced_block_heads")
+    heads, mean = model.tensors["head_effective_sources"], model.tensors["effective_sources"]
+    (band,) = plots.make_figure("effective_sources", [model]).axes[0].collections
+    box = band.get_paths()[0].get_extents()
+    assert (box.y0, box.y1) == pytest.approx((heads.min().item(), heads.max().item())) and (box.x0, box.x1) == (1, 8)
+    assert heads.shape == (8, 4) and torch.equal(heads.mean(1), mean) and heads.std(1).min() > 0
+
+
 def test_heatmaps_are_clipped_and_keep_missing_sources_blank(analyses):
     axes = plots.depth_weights_figure(analyses[3:4]).axes[0]
     weights = analyses[3].tensors["depth_weights"]

@@ -69,10 +69,19 @@ def test_routing_agrees_with_a_float64_computation(variant):
         batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, output_depth_weights=True
     ).depth_weights
     close = {"atol": 1e-6, "rtol": 1e-6}  # everything is float64 except for the rotary angles, which are float32
+    heads = model.config.depth_heads
     for site, site_weights in enumerate(weights):
-        reads = site_weights.flatten(0, 1).tolist()
+        reads = site_weights.flatten(0, -2).tolist()  # of all tokens and, inside a token, of all heads
         entropies = [-sum(w * math.log(w) for w in read if w > 0) for read in reads]
         expected = sum(map(math.exp, entropies)) / len(entropies)
+        if heads > 1:
+            of_last_head = [math.exp(entropy) for entropy in entropies[heads - 1 :: heads]]
+            mean_of_last_head = sum(of_last_head) / len(of_last_head)
+            assert tensors["head_effective_sources"][site, -1].item() == pytest.approx(mean_of_last_head, rel=1e-6)
+            mean = site_weights.mean((0, 1))
+            torch.testing.assert_close(tensors["head_depth_weights"][site, :, : mean.shape[-1]], mean, **close)
+            entropies = [sum(entropies[i : i + heads]) / heads for i in range(0, len(entropies), heads)]
+            site_weights = site_weights.mean(2)
         assert tensors["effective_sources"][site].item() == pytest.approx(expected, rel=1e-6)
         assert tensors["entropy"][site].item() == pytest.approx(sum(entropies) / len(entropies), rel=1e-6)
         mean = site_weights.mean((0, 1))

@@ -74,7 +74,7 @@ def test_snippet(tmp_path):
 
 BAD = [
     ("{", "is not JSON"),
-    ("[]", "must hold a JSON object"),
+    ("[]", "is not a JSON object"),
     ('{"steps": 3}', "has the unknown field 'steps'; known are source, step"),
     ('{"step": "3"}', "step is '3'; expected int"),
     ('{"evaluation": [{"dataset": "x"}]}', "expected dataset, metric and value"),

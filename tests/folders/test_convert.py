@@ -61,8 +61,8 @@ def released_gradient_norms(model: LRAttnResForCausalLM, released_names: list[st
     return norms
 
 
-def test_all_eleven_are_here():
-    assert len(NAMES) == 11
+def test_all_fourteen_are_here():
+    assert len(NAMES) == 14
 
 
 @pytest.mark.compatibility("Released checkpoints, converted", parameter="name")
@@ -82,7 +82,9 @@ def test_reference_outputs_are_reproduced(name):
     assert norms == pytest.approx(expected["grad_norms"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["baseline", "attnres_block3", "plr_block3_r8_padded", "slr_full_r8"])
+@pytest.mark.parametrize(
+    "name", ["baseline", "attnres_block3", "plr_full_r8_heads2", "plr_block3_r8_padded", "slr_full_r8"]
+)
 def test_converted_folder_loads_with_the_auto_class(name, tmp_path):
     folder = convert_released_checkpoint(REFERENCES / f"{name}.pt", tmp_path / "deep" / name)
     assert folder == tmp_path / "deep" / name
@@ -109,6 +111,10 @@ OPTIONS = [
     ({"attnres_block_average": True}, {"depth_block_exponent": 1.0}),
     ({"attnres_block_alpha": 0.25, "attnres_block_beta": 2}, {"depth_block_exponent": 0.25, "depth_count_prior": 2.0}),
     ({"lrid_use_logit_scale": True, "lrid_logit_scale": None}, {"depth_logit_scale": 1 / math.sqrt(8)}),
+    (
+        {"lrid_num_heads": 1, "lrid_use_logit_scale": True, "lrid_logit_scale": None},
+        {"depth_heads": 1, "depth_logit_scale": 1 / math.sqrt(8)},
+    ),
     ({"attnres_num_blocks": 99}, {"num_depth_blocks": 99}),
     ({"attnres_type": "full"}, {"num_depth_blocks": None}),
     ({"mlp_hidden_dim": None, "mlp_ratio": 2.75}, {"intermediate_size": 88}),
@@ -120,6 +126,31 @@ OPTIONS = [
 def test_options_become_fields(options, fields, tmp_path):
     config = load_released_model(with_args(tmp_path, **options)).config
     assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_depth_heads_become_fields(tmp_path):
+    """The default scale is that of a head; `lrid_num_heads` means nothing where the keys are whole values."""
+    options = {"lrid_use_logit_scale": True, "lrid_logit_scale": None}
+    config = load_released_model(with_args(tmp_path, "plr_block3_r8_heads4", **options)).config
+    assert (config.depth_key_rank, config.depth_heads, config.depth_logit_scale) == (8, 4, 1 / math.sqrt(2))
+    config = load_released_model(with_args(tmp_path, "attnres_full", lrid_num_heads=4)).config
+    assert config.depth_heads == 1
+    with pytest.raises(LRAttnResError, match=r"lrid_queries.0 has shape \[2, 4\]; expected \[4, 2\]"):
+        load_released_model(with_args(tmp_path, "slr_block3_r8_heads2", lrid_num_heads=4))
+    with pytest.raises(LRAttnResError, match="`depth_heads` is 3; it must divide `hidden_size` = 32"):
+        load_released_model(with_args(tmp_path, "slr_block3_r8_heads2", lrid_num_heads=3))
+
+
+def test_padding_follows_the_keys_of_all_heads(tmp_path):
+    def pad(checkpoint):
+        checkpoint["model_args"]["lrid_projection_rank"] = 11
+        for name, tensor in checkpoint["model"].items():
+            if name.endswith(("c_proj.proj.weight", "fc2.proj.weight")):
+                checkpoint["model"][name] = torch.cat([tensor, torch.randn(3, tensor.shape[1])])
+
+    padded = load_released_model(edited(tmp_path, "plr_block3_r8_heads4", pad)).state_dict()
+    for name, tensor in load_released_model(REFERENCES / "plr_block3_r8_heads4.pt").state_dict().items():
+        assert torch.equal(padded[name], tensor)
 
 
 def test_a_file_without_the_count_prior_has_it_off(tmp_path):
@@ -146,7 +177,8 @@ REFUSED_OPTIONS = [
     {"attnres_block_learned_scale": True},
     {"attnres_block_split_sublayers": True},
     {"attnres_block_value_norm": True},
-    {"lrid_num_heads": 2},
+    {"lrid_num_heads": 0},
+    {"lrid_num_heads": True},
     {"lrid_input_dependent_query": True},
     {"lrid_static_embedding_key": True},
     {"lrid_add_static_source_key": True},
@@ -349,7 +381,7 @@ def test_tokenizers_that_are_absent_or_do_not_fit(tmp_path, monkeypatch):
     assert not (tmp_path / "output").exists()
 
 
-def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch):
+def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch, forked_clean_process):
     source = REFERENCES / "slr_full_r8.pt"
     write = staging.write_weights
 

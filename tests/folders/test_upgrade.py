@@ -119,6 +119,7 @@ DEPTHS = {
     "projected block": {"residual_type": "projected", "num_depth_blocks": 3, "depth_key_rank": 8},
     "projected full": {"residual_type": "projected", "num_depth_blocks": None, "depth_key_rank": 8},
 }
+DEPTHS["sliced block, heads"] = DEPTHS["sliced block"] | {"depth_heads": 4}
 SLICED = DEPTHS["sliced block"]
 
 
@@ -346,7 +347,7 @@ def test_source_without_a_tokenizer(tmp_path, monkeypatch):
     assert "No tokenizer was written" in logger.warning.call_args.args[0]
 
 
-def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch):
+def test_verification_fails_if_the_folder_differs(tmp_path, monkeypatch, forked_clean_process):
     save_source(tmp_path / "base")
     write = staging.write_weights
 
@@ -363,6 +364,7 @@ def test_upgrade_from_the_hub(tmp_path):
     save_source(tmp_path / "base", max_shard_size="50KB", tie_word_embeddings=True)
     (tmp_path / "base/consolidated.safetensors").write_bytes(b"another copy")
     options = ("--residual-type", "projected", "--num-depth-blocks", "full", "--depth-key-rank", "4")
+    options += ("--depth-heads", "2")
     with HubServer() as hub, CommandLine(hub_environment(hub.url, tmp_path / "hf_home")) as run:
         hub.repos["model", "meta/small"] = repo = Repo()
         files = {path.name: hub.store(path.read_bytes(), lfs=True) for path in (tmp_path / "base").iterdir()}
@@ -380,6 +382,7 @@ def test_upgrade_from_the_hub(tmp_path):
             (("no repository",), "nor a Hub repository of the form owner/name"),
             (("",), "'' is not on this machine"),
             (("meta/small", "--depth-key-rank", "33"), "`depth_key_rank` is 33"),
+            (("meta/small", "--depth-key-rank", "8", "--depth-heads", "3"), "`depth_heads` is 3; it must divide"),
         ]:
             result = run("upgrade", arguments[0], tmp_path / "other", *arguments[1:])
             assert result.code == 1 and message in result.err.splitlines()[-1], result

@@ -53,7 +53,7 @@ def test_what_to_resume_from(checkpoints):
     with pytest.raises(LRAttnResError, match="holds checkpoints after step 1"):
         checkpoints.find(str(checkpoints.path(1)))
     (checkpoints.path(1) / "training_state.json").write_text("{")
-    with pytest.raises(LRAttnResError, match="training_state.json cannot be read"):
+    with pytest.raises(LRAttnResError, match="training_state.json is not JSON"):
         checkpoints.find(str(checkpoints.path(1)))
 
 
@@ -64,11 +64,19 @@ def test_a_damaged_one_does_not_end_a_run(checkpoints):
     assert checkpoints.steps() == [3, 4, 5]
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "3", '{"step": "1", "settings": {}, "validation_loss": null}'])
-def test_states_that_are_refused(content, checkpoints):
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        ("{}", "cannot be used: it has no usable `step`"),
+        ('{"step": "1", "settings": {}, "validation_loss": null}', "cannot be used: it has no usable `step`"),
+        ("[]", "is not a JSON object"),
+        ("3", "is not a JSON object"),
+    ],
+)
+def test_states_that_are_refused(content, problem, checkpoints):
     pretend(checkpoints, {1: None})
     (checkpoints.path(1) / "training_state.json").write_text(content)
-    with pytest.raises(LRAttnResError, match="training_state.json cannot be read: no usable `step`"):
+    with pytest.raises(LRAttnResError, match=f"training_state.json {problem}"):
         read_state(checkpoints.path(1))
 
 

@@ -156,11 +156,12 @@ def test_a_run_from_a_model_folder(token_data, tmp_path):
     assert str(tmp_path) not in (second / "provenance.json").read_text()  # no paths of this machine
     for change, message in {
         "variant": ("sliced-n2-r4", "whose `depth_key_rank` is 8; .* set it to 4"),
+        "variant ": ("sliced-n2-r8-h2", "whose `depth_heads` is 1; .* set it to 2"),
         "model": ({"qk_norm": False}, "whose `qk_norm` is True; .* set it to False"),
         "init_from": (str(tmp_path), f"`init_from`: {tmp_path} has no config.json"),
         "data": (str(other_tokens), f"{other_tokens} was prepared with another tokenizer than that of {first}"),
     }.items():
-        values = arguments(token_data, tmp_path / "third", **options) | {change: message[0]}
+        values = arguments(token_data, tmp_path / "third", **options) | {change.strip(): message[0]}
         with pytest.raises(ValueError, match=message[1]):
             train(TrainArguments(**values))
     with pytest.raises(
