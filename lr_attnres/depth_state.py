@@ -208,7 +208,7 @@ class DepthBank:
         self.queries = queries if self.heads == 1 else queries.transpose(0, 1).contiguous()  # [H, M, R / H]
         self.product = torch.mm if self.heads == 1 else torch.bmm
         self.value_size, self.key_size = config.hidden_size // self.heads, queries.shape[-1]
-        self.adds_normalized_keys = normalizes_emitted_keys(config) and self.heads == 1
+        self.adds_normalized_keys = normalizes_emitted_keys(config)
         self.shape, self.num_tokens = embedding.shape[:2], embedding.shape[:2].numel()
         has_key = self.heads > 1 or embedding_key is not None or len(emit(config, embedding)) == 2
         width, num_rows = self.value_size + (self.key_size if has_key else 0), self.num_tokens * self.heads
@@ -266,7 +266,7 @@ class DepthBank:
         """Add an output, value or in `projected` value and key, to a row, and compute its logits for all sites."""
         content, key, key_and_floor, logits = self.rows[index]
         if self.adds_normalized_keys:
-            value, new_key = output.split([self.value_size, self.key_size], dim=-1)
+            value, new_key = map(self.by_head, output.split(self.config.hidden_size, dim=-1))
             self.value_rows[index].add_(value)
             norm = torch.linalg.vector_norm(new_key, dim=-1, keepdim=True, dtype=content.dtype)
             self.key_rows[index].addcdiv_(new_key, norm.hypot_(self.floor))
@@ -285,8 +285,12 @@ class DepthBank:
         emitted = emit(self.config, *output.split(self.config.hidden_size, dim=-1))
         if self.heads == 1:
             return torch.cat(emitted, dim=-1)
-        parts = emitted[0], emitted[-1][..., -self.heads * self.key_size :]
-        return torch.cat([part.view(*self.shape, self.heads, -1) for part in parts], dim=-1)
+        key = emitted[-1][..., -self.config.depth_key_rank :]
+        return torch.cat([self.by_head(emitted[0]), self.by_head(key)], dim=-1)
+
+    def by_head(self, part: torch.Tensor) -> torch.Tensor:
+        """[B, T, size] -> [B, T, H, size / H]; unchanged for one head."""
+        return part if self.heads == 1 else part.view(*self.shape, self.heads, -1)
 
     # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
 
