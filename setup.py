@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").read_text()).group(1)
 HUB = ["tiktoken>=0.14"]  # the ranks of cl100k_base; `push` needs nothing beyond huggingface_hub
-# Without a version: what Transformers asks for.
+# The others without a version: what Transformers asks for.
 SERVE = ["transformers[serving]>=5.20", "fastapi", "jinja2", "uvicorn"]
 EVAL = ["lm_eval[hf]>=0.4.13", "datasets>=5.2"]
 # Without a version: what Transformers, the Hub client or `datasets` asks for.

@@ -22,8 +22,8 @@ from openai import OpenAI
 from lr_attnres import LRAttnResForSequenceClassification, LRAttnResForTokenClassification, LRAttnResModel
 
 
-# 1 GB of cache, and threads left to torch
-SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # threads are left to torch
+CACHE_BYTES = 2**26  # small: a process keeps the caches of all its engines
 NEW_TOKENS = 8
 HEAD_DIM = 32  # the smallest of vLLM's attention on a CPU
 LENGTHS = (1, 2, 7, 1, 40, 100, 3, 1)  # one token, and more than CHUNK, which is prefilled in parts
@@ -84,6 +84,7 @@ def test_the_engine_gives_the_tokens_of_generate(variant, models, monkeypatch):
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
         max_num_batched_tokens=CHUNK,
+        kv_cache_memory_bytes=CACHE_BYTES,
     )
     assert engine_tokens(engine, PROMPTS) == expected
     assert engine_tokens(engine, PROMPTS) == expected, "with a warm prefix cache"
@@ -132,8 +133,8 @@ def test_heads(name, heads, monkeypatch):
     from vllm import LLM
 
     folder, expected = heads[name]
-    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4}
-    engine = LLM(str(folder), runner="pooling", **options)
+    options = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CACHE_BYTES}
+    engine = LLM(str(folder), runner="pooling", max_model_len=128, max_num_seqs=4, **options)
     prompts, task = [{"prompt_token_ids": prompt} for prompt in PROMPTS], name.split(",")[0]
     outputs = engine.encode(prompts, pooling_task=task, use_tqdm=False)
     for output, result in zip(outputs, expected, strict=True):
@@ -153,7 +154,7 @@ def start_server(folder: Path, *options: str, plugins: str | None = None) -> tup
     """The server in a process group of its own: its workers are processes too."""
     port = free_port()
     command = [*SERVER, str(folder), "--dtype", "float32", "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--max-model-len", "128", "--max-num-seqs", "4", *options]
+    command += ["--max-model-len", "128", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(CACHE_BYTES), *options]
     environment = os.environ | SETTINGS | {"HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
