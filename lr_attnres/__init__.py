@@ -38,7 +38,10 @@ __getattr__, __all__ = lazy_names(
         "folders": (
             "convert_released_checkpoint",
             "load_released_model",
+            "load_routing_adapter",
             "load_upgraded",
+            "save_routing_adapter",
+            "set_routing_adapter",
             "upgrade_model",
         ),
         "analysis": ("analyze", "analyze_model", "depth_cost", "effective_sources", "explore"),

@@ -28,8 +28,15 @@ sys.path.insert(0, str(HERE.parent / "miniature"))
 from corpus import download, fetch  # noqa: E402
 from run import write_json  # noqa: E402
 
-from lr_attnres import LRAttnResForCausalLM, PackedTokens, load_upgraded, prepare_data, upgrade_model  # noqa: E402
-from lr_attnres import use_chunked_loss, variant_fields  # noqa: E402
+from lr_attnres import (  # noqa: E402
+    LRAttnResForCausalLM,
+    PackedTokens,
+    load_upgraded,
+    prepare_data,
+    upgrade_model,
+    use_chunked_loss,
+    variant_fields,
+)
 
 
 TEXTS = ("wikitext", "reviews")
@@ -208,7 +215,12 @@ def do_run(study: dict[str, Any], run: dict[str, Any], work: Path) -> dict[str, 
     if not all(map(math.isfinite, after.values())):
         print(f"{name_of(run)}: the loss is not finite", file=sys.stderr)
     result = {"settings": settings_of(study, run), "trained_parameters": trained, "tokens": trained_tokens(study)}
-    return result | {"before": before, "after": after, "training_losses": losses, "training_seconds": round(seconds, 1)}
+    return result | {
+        "before": before,
+        "after": after,
+        "training_losses": losses,
+        "training_seconds": round(seconds, 1),
+    }
 
 
 def trained_tokens(study: dict[str, Any]) -> int:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..configuration_lr_attnres import LRAttnResConfig
 from ..errors import LRAttnResError
 
 
@@ -85,7 +84,7 @@ class Manifest:
         shards = [shard.sha256 for shard in self.splits["train"].shards]
         return hashlib.sha256(json.dumps(shards).encode()).hexdigest()[:16]
 
-    def check_fits(self, config: LRAttnResConfig) -> None:
+    def check_fits(self, config: PreTrainedConfig) -> None:
         """Raise if a model of this config cannot read the rows."""
         size, context = config.vocab_size, config.max_position_embeddings
         if size < self.vocab_size:

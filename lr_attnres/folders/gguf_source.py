@@ -46,7 +46,9 @@ def find_gguf(source: str | os.PathLike, revision: str | None, token: str | None
             raise LRAttnResError(f"`revision` goes with a Hub repository; {source} is on this machine.")
         return path
     if (match := REMOTE_FILE.fullmatch(name)) is None:
-        raise LRAttnResError(f"{name!r} is not on this machine, nor a file of the Hub of the form owner/name:file.gguf.")
+        raise LRAttnResError(
+            f"{name!r} is not on this machine, nor a file of the Hub of the form owner/name:file.gguf."
+        )
     with hub_source(match[1], revision):
         return Path(hf_hub_download(match[1], match[2], revision=revision, token=token))
 
@@ -87,7 +89,9 @@ class GGUFModel:
         config.head_dim = self._shape("blk.0.attn_q.weight")[0] // config.num_attention_heads
         config.num_key_value_heads = self._shape("blk.0.attn_k.weight")[0] // config.head_dim
         if (size := self._field("rope.dimension_count", config.head_dim)) != config.head_dim:
-            raise LRAttnResError(f"`rope.dimension_count` is {size}; only {config.head_dim}, whole heads, can be upgraded.")
+            raise LRAttnResError(
+                f"`rope.dimension_count` is {size}; only {config.head_dim}, whole heads, can be upgraded."
+            )
         config.sliding_window = self._field("attention.sliding_window")  # Transformers' default for Mistral is 4096
         config.rope_parameters = config.rope_parameters | self._scaled_rope(config.max_position_embeddings)
         return config
@@ -108,12 +112,18 @@ class GGUFModel:
         elif ROPE_FACTORS in self.tensor_of:
             factors = self._dequantize(ROPE_FACTORS).tolist()
             parameters = {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
-            parameters |= {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": context}
+            parameters |= {
+                "short_factor": factors,
+                "long_factor": factors,
+                "original_max_position_embeddings": context,
+            }
         elif kind == "none":
             return {}
         elif kind != "linear":
             raise LRAttnResError(f"`rope.scaling.type` is {kind!r}; only none, linear and yarn can be upgraded.")
-        logger.warning(f"The RoPE of {self.path.name} is scaled, which Transformers ignores in a GGUF: kept as scaled.")
+        logger.warning(
+            f"The RoPE of {self.path.name} is scaled, which Transformers ignores in a GGUF: kept as scaled."
+        )
         return parameters
 
     def _names(self) -> dict[str, str]:
@@ -144,9 +154,11 @@ class GGUFModel:
         if not self.has_tokenizer:
             return None
         try:
-            return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+            tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
         except Exception as error:  # the Rust library raises plain exceptions
             raise LRAttnResError(f"the tokenizer of {self.path} cannot be used: {one_line(error)}") from error
+        tokenizer.model_max_length = self.config.max_position_embeddings  # in no field of the file
+        return tokenizer
 
     def copy_files(self, folder: Path) -> None:
         GenerationConfig.from_model_config(self.config).save_pretrained(folder)

@@ -3,13 +3,14 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_lr_attnres import LRAttnResConfig
@@ -50,7 +51,7 @@ def load_config(source: str | os.PathLike, revision: str | None = None, token: s
     """The config of a saved folder or Hub repository with an LR-AttnRes model."""
     config = read_config(source, revision, token)
     if not isinstance(config, LRAttnResConfig):
-        advice = "`lr-attnres upgrade` makes one of a Llama, Mistral or Qwen3"
+        advice = "`lr-attnres upgrade` makes one of a Llama, Mistral, Qwen2 or Qwen3"
         raise LRAttnResError(f"{source} holds a {config.model_type} model, not an lr_attnres one; {advice}.")
     return config
 
@@ -72,14 +73,42 @@ def load_language_model(
     revision: str | None = None,
     token: str | None = None,
 ) -> LRAttnResForCausalLM:
-    """The model of a folder or Hub repository, with every weight present, of the right shape and finite.
-
-    No code of the folder runs and no pickle is read. For `device` see `usable_device`.
-    """
+    """As `load_causal_lm`, for an LR-AttnRes model."""
     torch_device = usable_device(device)
     config = load_config(source, revision, token)
     if config.architectures not in (None, [], [LRAttnResForCausalLM.__name__]):
         raise LRAttnResError(f"`architectures` of {source} is {config.architectures}; expected LRAttnResForCausalLM.")
+    return cast(LRAttnResForCausalLM, _load(source, config, torch_device, dtype, revision, token))
+
+
+def load_causal_lm(
+    source: str | os.PathLike,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+) -> PreTrainedModel:
+    """The model of a folder or Hub repository, with every weight present, of the right shape and finite: an LR-AttnRes
+    model or an ordinary causal language model of Transformers.
+
+    No code of the folder runs and no pickle is read. For `device` see `usable_device`.
+    """
+    config = read_config(source, revision, token)
+    if isinstance(config, LRAttnResConfig):
+        return load_language_model(source, device, dtype, revision, token)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise LRAttnResError(f"{source} holds a {config.model_type} model, which is no causal language model.")
+    return _load(source, config, usable_device(device), dtype, revision, token)
+
+
+def _load(
+    source: str | os.PathLike,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: str,
+    revision: str | None,
+    token: str | None,
+) -> PreTrainedModel:
     folder = local_path(source, revision)
     if folder is None:
         with hub_source(str(source), revision):
@@ -88,9 +117,11 @@ def load_language_model(
             )
     check_weight_files(folder, config)
     check_generation_config(folder)
+    is_own = isinstance(config, LRAttnResConfig)
+    model_class = LRAttnResForCausalLM if is_own else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         # Any: Transformers' type hint omits the second value.
-        loaded: Any = LRAttnResForCausalLM.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,
@@ -111,12 +142,16 @@ def load_language_model(
     if unexpected := sorted(loading["unexpected_keys"]):
         shown = ", ".join(unexpected[:3]) + (" ..." if len(unexpected) > 3 else "")
         raise LRAttnResError(f"{source} has {len(unexpected)} weights that its config does not ask for: {shown}.")
-    if config.tie_word_embeddings and model.lm_head.weight is not model.model.embed_tokens.weight:
+    if config.tie_word_embeddings and _is_untied(model):
         raise LRAttnResError(f"{source}: `tie_word_embeddings` is True, but lm_head.weight is not the embedding.")
-    model.to(torch_device)
+    model.to(device)
     if bad := [] if _is_quantized(config) else [name for name, w in model.named_parameters() if not _is_finite(w)]:
         raise LRAttnResError(f"{source} has {len(bad)} weights with NaN or infinite values, such as {bad[0]}.")
     return model
+
+
+def _is_untied(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings().weight is not model.get_input_embeddings().weight
 
 
 def _is_quantized(config: PreTrainedConfig) -> bool:
