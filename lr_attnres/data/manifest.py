@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ..errors import LRAttnResError
 
 

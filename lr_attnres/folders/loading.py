@@ -118,7 +118,7 @@ def _load(
     check_weight_files(folder, config)
     check_generation_config(folder)
     is_own = isinstance(config, LRAttnResConfig)
-    model_class = LRAttnResForCausalLM if is_own else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = LRAttnResForCausalLM if is_own else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         # Any: Transformers' type hint omits the second value.
         loaded: Any = model_class.from_pretrained(
