@@ -1,5 +1,6 @@
 """Read a pretrained model from a GGUF file, one dequantised tensor at a time, in float32."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,10 +16,12 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils import logging
 
+from ..data.tokenizers import vocabulary_size
 from ..errors import LRAttnResError, one_line
 from ..sources import REPO_ID, check_not_special, hub_source
 from .clean_process import probe_logits
@@ -70,7 +74,8 @@ class GGUFModel:
         self.dequantize = gguf.dequantize
         try:
             reader = gguf.GGUFReader(self.path)
-            self.has_tokenizer = "tokenizer.ggml.tokens" in reader.fields
+            tokens = reader.fields.get("tokenizer.ggml.tokens")
+            self.num_tokens = 0 if tokens is None else len(tokens.data)
             self.fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer." not in name}
             self.tensor_of = {tensor.name: tensor for tensor in reader.tensors}
             self.config = self._read_config()
@@ -151,10 +156,12 @@ class GGUFModel:
         return torch.from_numpy(weights.copy()).float()
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        if not self.has_tokenizer:
+        if self.num_tokens == 0:
             return None
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+            if vocabulary_size(tokenizer) > self.num_tokens:
+                tokenizer = _without_added_tokens(tokenizer, self.num_tokens)
         except Exception as error:  # the Rust library raises plain exceptions
             raise LRAttnResError(f"the tokenizer of {self.path} cannot be used: {one_line(error)}") from error
         tokenizer.model_max_length = self.config.max_position_embeddings  # in no field of the file
@@ -169,3 +176,17 @@ class GGUFModel:
         loaded = model.load_state_dict({name: self.read(name) for name in self.name_in_file}, strict=False)
         assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}, loaded
         return probe_logits(model)
+
+
+def _without_added_tokens(tokenizer: Any, num_tokens: int) -> PreTrainedTokenizerFast:
+    """Transformers starts from the tokenizer of GPT-2 or Llama, whose special tokens the file may not have."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < num_tokens]
+    named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    known = {name: token for name, token in named.items() if token is not None}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)),
+        chat_template=tokenizer.chat_template,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in known.items() if tokenizer.convert_tokens_to_ids(token) < num_tokens},
+    )

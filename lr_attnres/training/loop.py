@@ -151,6 +151,11 @@ class Run:
         # All processes take part in gathering sharded weights; the main process gets them.
         weights = accelerator.get_state_dict(bare) if accelerator.is_fsdp2 else bare.state_dict()
         if accelerator.is_main_process:
+            initial = {} if args.init_from is None else read_provenance(args.init_from)
+            if args.train == "queries":
+                base = initial.get("base_model") or Path(args.init_from or "").name or None
+                with staged_folder(folder.with_name("adapter"), replace=True) as staging:
+                    write_adapter(staging, bare.config, weights, base, initial.get("license"))
             with torch.device("meta"):
                 unsharded = LRAttnResForCausalLM(bare.config)
             # An existing folder belongs to this run: `check_nothing_is_lost` has made sure of that.
@@ -158,7 +163,6 @@ class Run:
                 save_quietly(unsharded, staging, state_dict=weights)
                 self.tokenizer.model_max_length = bare.config.max_position_embeddings
                 self.tokenizer.save_pretrained(staging)
-                initial = {} if args.init_from is None else read_provenance(args.init_from)
                 loss = {"dataset": Path(args.data).name, "metric": "validation loss", "value": self.validation_loss}
                 write_provenance(
                     staging,
@@ -169,10 +173,6 @@ class Run:
                     recipe=args.bound(),
                     evaluation=None if self.validation_loss is None else [loss],
                 )
-            if args.train == "queries":
-                base = initial.get("base_model") or Path(args.init_from or "").name or None
-                with staged_folder(folder.with_name("adapter"), replace=True) as staging:
-                    write_adapter(staging, bare.config, weights, base, initial.get("license"))
         accelerator.wait_for_everyone()
         return folder
 
