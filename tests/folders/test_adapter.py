@@ -32,6 +32,7 @@ def with_other_queries(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 @pytest.mark.law
+@pytest.mark.compatibility("Routing adapters: saved, loaded, swapped, merged")
 @pytest.mark.parametrize("variant", ROUTED)
 @torch.no_grad()
 def test_adapters_of_one_base_are_swapped_and_merged(variant, tmp_path):
