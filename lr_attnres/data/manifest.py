@@ -88,10 +88,10 @@ class Manifest:
 
     def check_fits(self, config: PreTrainedConfig) -> None:
         """Raise if a model of this config cannot read the rows."""
-        size, context = config.vocab_size, config.max_position_embeddings
+        size, context = config.vocab_size, getattr(config, "max_position_embeddings", None)
         if size < self.vocab_size:
             raise LRAttnResError(f"`vocab_size` is {size}, but the data has {self.vocab_size} different tokens.")
-        if context < self.sequence_length:
+        if context is not None and context < self.sequence_length:
             raise LRAttnResError(
                 f"`max_position_embeddings` is {context}, less than a row ({self.sequence_length} tokens)."
             )

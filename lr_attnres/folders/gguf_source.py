@@ -74,12 +74,15 @@ class GGUFModel:
         self.dequantize = gguf.dequantize
         try:
             reader = gguf.GGUFReader(self.path)
+            self.fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer." not in name}
+            if (parts := self.fields.get("split.count", 1)) > 1:
+                advice = "merge them with `llama-gguf-split --merge` first"
+                raise LRAttnResError(f"{self.path} is one of {parts} parts of a model: {advice}.")
             tokens = reader.fields.get("tokenizer.ggml.tokens")
             self.num_tokens = 0 if tokens is None else len(tokens.data)
-            self.fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer." not in name}
             self.tensor_of = {tensor.name: tensor for tensor in reader.tensors}
             self.config = self._read_config()
-            self.name_in_file = self._names()
+            self.name_in_file = {} if self._is_other() else self._names()
         except LRAttnResError:
             raise
         except UNREADABLE as error:
@@ -90,6 +93,8 @@ class GGUFModel:
     def _read_config(self) -> PreTrainedConfig:
         """The config as Transformers reads it, with what it leaves out: sizes that the shapes say, and scaled RoPE."""
         config: Any = AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        if self._is_other():
+            return config
         config.vocab_size, config.hidden_size = self._shape("token_embd.weight")
         config.head_dim = self._shape("blk.0.attn_q.weight")[0] // config.num_attention_heads
         config.num_key_value_heads = self._shape("blk.0.attn_k.weight")[0] // config.head_dim
@@ -100,6 +105,10 @@ class GGUFModel:
         config.sliding_window = self._field("attention.sliding_window")  # Transformers' default for Mistral is 4096
         config.rope_parameters = config.rope_parameters | self._scaled_rope(config.max_position_embeddings)
         return config
+
+    def _is_other(self) -> bool:
+        """Whether the layers are not Llama's; the upgrade refuses such a model by its type."""
+        return "blk.0.attn_q.weight" not in self.tensor_of
 
     def _field(self, name: str, default: Any = None) -> Any:
         return self.fields.get(f"{self.fields['general.architecture']}.{name}", default)
@@ -136,8 +145,9 @@ class GGUFModel:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
         sizes = {name: getattr(self.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
-        self.processor = TENSOR_PROCESSORS.get(self.fields["general.architecture"], TensorProcessor)(config=sizes)
-        names = get_gguf_hf_weights_map(model, self.processor)
+        architecture = self.fields["general.architecture"]
+        self.processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=sizes)
+        names = get_gguf_hf_weights_map(model, self.processor, architecture)
         return {names.get(name, name): name for name in self.tensor_of if name != ROPE_FACTORS}
 
     @property

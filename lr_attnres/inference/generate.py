@@ -34,9 +34,10 @@ def generate_text(
     """
     _check_options(prompt, max_new_tokens, temperature, top_p, seed)
     config = read_config(model, revision, token)
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some models have no limit
     tokenizer = load_tokenizer(model, config.vocab_size, revision, token)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, verbose=False)
-    max_new_tokens = _fit(inputs["input_ids"].shape[1], max_new_tokens, config.max_position_embeddings)
+    max_new_tokens = _fit(inputs["input_ids"].shape[1], max_new_tokens, context)
     loaded: Any = load_causal_lm(model, device, dtype, revision, token)
     if adapter is not None:
         load_routing_adapter(loaded, adapter)

@@ -127,6 +127,8 @@ class TrainArguments:
                     raise ValueError(f"`{name}` is {value!r}; {rule}.")
         if self.train == "queries" and self.model_fields()["residual_type"] == "standard":
             raise ValueError("`train` is 'queries'; `variant` is standard, which has none: choose another variant.")
+        if self.train == "queries" and self.init_from is None:
+            raise ValueError("`train` is 'queries', which needs a trained model: give one as `init_from`.")
         self.model_fields()
 
     def model_fields(self) -> dict[str, Any]:

@@ -191,12 +191,27 @@ def test_what_differs_is_named(tmp_path):
             load_upgraded(path, **SLICED)
 
     refused("`rope.scaling.type` is 'longrope'; only none, linear", **{"llama.rope.scaling.type": "longrope"})
+    refused("is one of 3 parts of a model: merge them", **{"split.count": 3})
     refused("`sliding_window` is 8", **{"llama.attention.sliding_window": 8})
     refused(r"does not use: blk.0.attn_q.bias", **{"blk.0.attn_q.bias": np.ones(32, np.float32)})
     with pytest.raises(LRAttnResError, match="'absent.gguf' is not on this machine, nor a file of the Hub"):
         load_upgraded("absent.gguf")
     with pytest.raises(LRAttnResError, match="`revision` goes with a Hub repository"):
         load_upgraded(tmp_path / "model.gguf", revision="main")
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "phi3")
+    for add in (writer.add_block_count, writer.add_head_count, writer.add_head_count_kv, writer.add_vocab_size):
+        add(2)
+    writer.add_embedding_length(32)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(LRAttnResError, match="`model_type` is 'phi3'; llama, mistral, qwen2, qwen3"):
+        load_upgraded(tmp_path / "model.gguf")
 
 
 def test_file_of_the_hub(tmp_path, monkeypatch):

@@ -93,6 +93,7 @@ def test_files_that_are_refused(content, message, tmp_path):
         ({"batch_tokens": 10**9}, "`batch_tokens` is 1000000000; it must be at most 268435456"),
         ({"micro_batch_size": 10**9}, "`micro_batch_size` is 1000000000; it must be at most 10000"),
         ({"train": "keys"}, "`train` is 'keys'; it must be queries, or not set"),
+        ({"train": "queries"}, "`train` is 'queries', which needs a trained model"),
         ({"train": "queries", "variant": "standard"}, "`train` is 'queries'; `variant` is standard"),
         ({"warmup_steps": 11}, "`warmup_steps` is 11; it must be at most `steps` = 10"),
         ({"lr_muon": float("nan")}, "`lr_muon` is nan"),
