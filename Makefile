@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin
 
-.PHONY: demo check test attack test-versions test-bounds test-vllm bench lint format install clean
+.PHONY: demo check test attack test-real test-versions test-bounds test-vllm bench lint format install clean
 
 install: $(VENV)/.installed
 
@@ -29,6 +29,10 @@ test: lint
 # Thousands of bad inputs from a seed, in five minutes: each must succeed or be refused in one line.
 attack: install
 	$(PYTEST) tests/attack/attack_everything.py
+
+# A real model from its GGUF file, which is downloaded once: SmolLM2-135M-Instruct, in two minutes.
+test-real: install
+	$(RUN)/python -m pytest -x tests/real_weights.py
 
 # Saved folders in every minor version of Transformers: small environments in outputs/versions.
 test-versions: install

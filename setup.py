@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "lr_attnres/__init__.py").read_text()).group(1)
+GGUF = ["gguf>=0.19"]  # `upgrade` of a GGUF file
 HUB = ["tiktoken>=0.14"]  # the ranks of cl100k_base; `push` needs nothing beyond huggingface_hub
 # The others without a version: what Transformers asks for.
 SERVE = ["transformers[serving]>=5.20", "fastapi", "jinja2", "uvicorn"]
@@ -61,6 +62,7 @@ setup(
         "finetune": FINETUNE,
         "peft": ["peft>=0.21"],
         "hub": HUB,
+        "gguf": GGUF,
         "serve": SERVE,
         "eval": EVAL,
         "analysis": ANALYSIS,
@@ -68,6 +70,7 @@ setup(
         "dev": [
             *TEST,
             *HUB,
+            *GGUF,
             *SERVE,
             *EVAL,
             *ANALYSIS,

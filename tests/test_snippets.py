@@ -16,7 +16,8 @@ from common import save_text_model
 from fetched import cl100k_ranks
 from hub_server import HubServer, Repo
 from test_convert import REFERENCES
-from test_upgrade import save_source
+from test_gguf_source import write_gguf
+from test_upgrade import pretrained, save_source
 
 from lr_attnres import cli
 from lr_attnres.data.tokenizers import CL100K_VOCAB_SIZE
@@ -34,6 +35,7 @@ NOT_RUN = {
     "--depth-backend triton": "needs a GPU; interpreted_depth_routing_triton.py runs the kernels",
     "lr-attnres explore": "runs until it is stopped; test_explorer.py",
     "python examples/miniature/": "hours; test_miniature.py runs a smaller sweep",
+    "python examples/real_weights/": "days; test_real_weights_study.py runs a smaller study",
     "from openai import": "needs the server; test_server.py runs it",
     "vllm": "needs an environment of its own; served_by_vllm.py",
     "VLLM": "needs an environment of its own; served_by_vllm.py",
@@ -106,6 +108,9 @@ RUN = [page for page in PAGES if any(is_run(text) for _, text in snippets(page))
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_every_snippet_runs(page, reader, token_data):
     run, folder = reader
+    if page.stem == "upgrade":
+        small = pretrained(hidden_size=64, num_attention_heads=4)
+        write_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", small, "llama")
     if page.stem in ("diagnostics", "numerics"):
         make_expected_files(folder, token_data)
     for language, text in snippets(page):

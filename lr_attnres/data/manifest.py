@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..configuration_lr_attnres import LRAttnResConfig
+from transformers import PreTrainedConfig
+
 from ..errors import LRAttnResError
 from ..sources import read_json_object
 
@@ -92,12 +93,12 @@ class Manifest:
         shards = [shard.sha256 for shard in self.splits["train"].shards]
         return hashlib.sha256(json.dumps(shards).encode()).hexdigest()[:16]
 
-    def check_fits(self, config: LRAttnResConfig) -> None:
+    def check_fits(self, config: PreTrainedConfig) -> None:
         """Raise if a model of this config cannot read the rows."""
-        size, context = config.vocab_size, config.max_position_embeddings
+        size, context = config.vocab_size, getattr(config, "max_position_embeddings", None)
         if size < self.vocab_size:
             raise LRAttnResError(f"`vocab_size` is {size}, but the data has {self.vocab_size} different tokens.")
-        if context < self.sequence_length:
+        if context is not None and context < self.sequence_length:
             raise LRAttnResError(
                 f"`max_position_embeddings` is {context}, less than a row ({self.sequence_length} tokens)."
             )

@@ -3,13 +3,14 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_lr_attnres import LRAttnResConfig
@@ -50,7 +51,7 @@ def load_config(source: str | os.PathLike, revision: str | None = None, token: s
     """The config of a saved folder or Hub repository with an LR-AttnRes model."""
     config = read_config(source, revision, token)
     if not isinstance(config, LRAttnResConfig):
-        advice = "`lr-attnres upgrade` makes one of a Llama, Mistral or Qwen3"
+        advice = "`lr-attnres upgrade` makes one of a Llama, Mistral, Qwen2 or Qwen3"
         raise LRAttnResError(f"{source} holds a {config.model_type} model, not an lr_attnres one; {advice}.")
     return config
 
@@ -73,14 +74,44 @@ def load_language_model(
     token: str | None = None,
     depth_backend: str = "torch",
 ) -> LRAttnResForCausalLM:
-    """The model of a folder or Hub repository, with every weight present, of the right shape and finite.
-
-    No code of the folder runs and no pickle is read. For `device` see `usable_device`.
-    """
-    torch_device = usable_device(device)
+    """As `load_causal_lm`, for an LR-AttnRes model."""
     config = load_config(source, revision, token)
     if config.architectures not in (None, [], [LRAttnResForCausalLM.__name__]):
         raise LRAttnResError(f"`architectures` of {source} is {config.architectures}; expected LRAttnResForCausalLM.")
+    return cast(LRAttnResForCausalLM, _load(source, config, device, dtype, revision, token, depth_backend))
+
+
+def load_causal_lm(
+    source: str | os.PathLike,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+    depth_backend: str = "torch",
+) -> PreTrainedModel:
+    """The model of a folder or Hub repository, with every weight present, of the right shape and finite: an LR-AttnRes
+    model or an ordinary causal language model of Transformers.
+
+    No code of the folder runs and no pickle is read. For `device` see `usable_device`.
+    """
+    config = read_config(source, revision, token)
+    if isinstance(config, LRAttnResConfig):
+        return load_language_model(source, device, dtype, revision, token, depth_backend)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise LRAttnResError(f"{source} holds a {config.model_type} model, which is no causal language model.")
+    return _load(source, config, device, dtype, revision, token, depth_backend)
+
+
+def _load(
+    source: str | os.PathLike,
+    config: PreTrainedConfig,
+    device: str,
+    dtype: str,
+    revision: str | None,
+    token: str | None,
+    depth_backend: str,
+) -> PreTrainedModel:
+    torch_device = usable_device(device)
     folder = local_path(source, revision)
     if folder is None:
         with hub_source(str(source), revision):
@@ -89,9 +120,11 @@ def load_language_model(
             )
     check_weight_files(folder, config)
     check_generation_config(folder)
+    is_own = isinstance(config, LRAttnResConfig)
+    model_class: Any = LRAttnResForCausalLM if is_own else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         # Any: Transformers' type hint omits the second value.
-        loaded: Any = LRAttnResForCausalLM.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,
@@ -112,7 +145,7 @@ def load_language_model(
     if unexpected := sorted(loading["unexpected_keys"]):
         shown = ", ".join(unexpected[:3]) + (" ..." if len(unexpected) > 3 else "")
         raise LRAttnResError(f"{source} has {len(unexpected)} weights that its config does not ask for: {shown}.")
-    if config.tie_word_embeddings and model.lm_head.weight is not model.model.embed_tokens.weight:
+    if config.tie_word_embeddings and _is_untied(model):
         raise LRAttnResError(f"{source}: `tie_word_embeddings` is True, but lm_head.weight is not the embedding.")
     use_depth_backend(model, depth_backend)
     model.to(torch_device)
@@ -121,10 +154,17 @@ def load_language_model(
     return model
 
 
-def use_depth_backend(model: LRAttnResForCausalLM, name: str) -> None:
+def use_depth_backend(model: PreTrainedModel, name: str) -> None:
     """For an option of a command: reads use torch unless another backend is asked for, in `standard` too."""
-    if name != "torch":
-        model.set_depth_backend(name)
+    if name == "torch":
+        return
+    if not isinstance(model, LRAttnResForCausalLM):
+        raise LRAttnResError(f"`depth_backend` is {name!r}, but a {model.config.model_type} model has no depth reads.")
+    model.set_depth_backend(name)
+
+
+def _is_untied(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings().weight is not model.get_input_embeddings().weight
 
 
 def _is_quantized(config: PreTrainedConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Read a pretrained model to upgrade (a folder, a Hub repository, or a model in memory), one tensor at a time."""
+"""Read a pretrained model to upgrade (folder, Hub repository, GGUF file, or in memory), one tensor at a time."""
 
 import os
 import shutil
@@ -16,6 +16,7 @@ from ..errors import LRAttnResError, one_line
 from ..sources import REPO_ID, check_not_special, hub_source, local_path
 from .card import read_provenance
 from .clean_process import probe_logits
+from .gguf_source import GGUFModel, is_gguf
 from .loading import check_generation_config, open_weights, read_config, weight_files
 
 
@@ -95,15 +96,20 @@ class SavedModel:
         return probe_logits(model)
 
 
+PretrainedSource = ModelInMemory | SavedModel | GGUFModel
+
+
 def open_source(
     source: str | os.PathLike | PreTrainedModel, revision: str | None = None, token: str | None = None
-) -> ModelInMemory | SavedModel:
-    """A Hub repository is downloaded into the Hub's cache."""
+) -> PretrainedSource:
+    """A Hub repository, or a GGUF file in one, is downloaded into the Hub's cache."""
     if isinstance(source, PreTrainedModel):
         return ModelInMemory(source)
     if isinstance(source, torch.nn.Module):
         kind = type(source).__name__
         raise LRAttnResError(f"A {kind} is not a Transformers model; merge an adapter into its model first.")
+    if is_gguf(source):
+        return GGUFModel(source, revision, token)
     config = read_config(source, revision, token)
     folder, name = local_path(source, revision), str(source)
     if folder is not None:

@@ -1,4 +1,4 @@
-"""Upgrade a pretrained Llama, Mistral or Qwen3 to an LR-AttnRes model with the same logits.
+"""Upgrade a pretrained Llama, Mistral, Qwen2 or Qwen3 to an LR-AttnRes model with the same logits.
 
 With zero queries every read is the mean of its sources. The RMSNorm after it ignores scale, so the mean gives the same
 result as the residual sum. All old weights are kept; zero queries and, in `projected`, random key rows are added.
@@ -19,7 +19,7 @@ from ..data.tokenizers import check_vocabulary
 from ..errors import LRAttnResError, explain_field_error
 from ..modeling_lr_attnres import LRAttnResForCausalLM
 from .loading import model_from_weights
-from .pretrained_source import ModelInMemory, SavedModel, open_source
+from .pretrained_source import PretrainedSource, open_source
 from .staging import check_absent, check_tensor, compare_logits, staged_folder, write_model
 
 
@@ -29,6 +29,7 @@ logger = logging.get_logger(__name__)
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "lr_attnres": "LRAttnResForCausalLM",
 }
@@ -40,7 +41,6 @@ COPIED_FIELDS = (
 # Fields that change the maths, of the config or its `rope_parameters`, each with the values that can be upgraded.
 # A missing field counts as None.
 ALLOWED_VALUES = {
-    "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "sliding_window": (None,),
     "use_sliding_window": (False, None),
@@ -79,6 +79,9 @@ def upgraded_config(
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"}):
         raise LRAttnResError(f"`layer_types` has {other}; only 'full_attention' can be upgraded.")
     is_own = config.model_type == "lr_attnres"
+    if not is_own and getattr(config, "attention_bias", False):  # Qwen2's biases are in no field
+        biases = "which adds a bias to `o_proj`; only biases of q, k and v, as in Qwen2, can be upgraded"
+        raise LRAttnResError(f"`attention_bias` is {config.attention_bias!r}, {biases}.")
     fields = {name: getattr(config, name) for name in COPIED_FIELDS if getattr(config, name, None) is not None}
     try:
         return LRAttnResConfig(
@@ -87,6 +90,7 @@ def upgraded_config(
             rope_parameters=dict(config.rope_parameters),
             qk_norm=config.qk_norm if is_own else config.model_type == "qwen3",
             norm_weight=config.norm_weight if is_own else True,
+            attention_bias=config.attention_bias if is_own else config.model_type == "qwen2",
             residual_type=residual_type,
             num_depth_blocks=num_depth_blocks,
             depth_key_rank=depth_key_rank,
@@ -101,7 +105,7 @@ def upgraded_config(
 class UpgradedWeights:
     """The state dict of the upgraded model: `tensors` has shapes and dtypes (meta), `make` one tensor's contents."""
 
-    def __init__(self, source: ModelInMemory | SavedModel, seed: int, depth: dict[str, Any]):
+    def __init__(self, source: PretrainedSource, seed: int, depth: dict[str, Any]):
         self.source, self.seed = source, seed
         self.config = config = upgraded_config(source.config, **depth)
         expected = ARCHITECTURES[source.config.model_type]
@@ -187,8 +191,8 @@ def upgrade_model(
     Only one shard of the weights is in memory at a time. If anything fails, no folder is left behind.
 
     Args:
-        model_or_path: a folder, a Hub repository or a model of type llama, mistral (no sliding window) or qwen3, or a
-            `standard` model of this project.
+        model_or_path: a folder, a Hub repository or a model of type llama, mistral (no sliding window), qwen2 or
+            qwen3, a GGUF file of one (a path, or `owner/name:file.gguf`), or a `standard` model of this project.
         residual_type, num_depth_blocks, depth_key_rank, depth_heads: as in `LRAttnResConfig`.
         seed: for the random key projections of `projected`.
         tokenizer: by default that of the source.

@@ -8,7 +8,8 @@ from transformers import LogitsProcessorList, TextStreamer, set_seed
 
 from ..data.tokenizers import load_tokenizer
 from ..errors import LRAttnResError
-from ..folders.loading import load_config, load_language_model
+from ..folders.adapter import load_routing_adapter
+from ..folders.loading import load_causal_lm, read_config
 
 
 def generate_text(
@@ -24,18 +25,23 @@ def generate_text(
     depth_backend: str = "torch",
     revision: str | None = None,
     token: str | None = None,
+    adapter: str | None = None,
 ) -> str:
     """Continue `prompt` with a model (folder or Hub repository), print the text as it is generated, and return it.
 
+    The model is an LR-AttnRes one, with or without a routing adapter, or an ordinary causal model of Transformers.
     Prompt and new tokens together have at most the length of the model's context. Temperature 0 is greedy. Any other
     temperature samples; a `seed` makes this repeatable.
     """
     _check_options(prompt, max_new_tokens, temperature, top_p, seed)
-    config = load_config(model, revision, token)
+    config = read_config(model, revision, token)
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize  # some models have no limit
     tokenizer = load_tokenizer(model, config.vocab_size, revision, token)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, verbose=False)
-    max_new_tokens = _fit(inputs["input_ids"].shape[1], max_new_tokens, config.max_position_embeddings)
-    loaded = load_language_model(model, device, dtype, revision, token, depth_backend)
+    max_new_tokens = _fit(inputs["input_ids"].shape[1], max_new_tokens, context)
+    loaded: Any = load_causal_lm(model, device, dtype, revision, token, depth_backend)
+    if adapter is not None:
+        load_routing_adapter(loaded, adapter)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}

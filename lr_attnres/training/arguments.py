@@ -19,6 +19,16 @@ from ..variants import VARIANT_FIELDS, variant_fields
 
 
 PRESETS = Path(__file__).parent / "presets"
+# Defaults of a new model (the paper's recipe), and of one that `init_from` trains further.
+PRETRAINING = {"lr_muon": 1e-3, "lr_adamw": 3e-4, "warmup_steps": 2000, "warmdown_fraction": 0.2}
+FINE_TUNING = {"lr_muon": 2e-4, "lr_adamw": 5e-5, "lr_queries": 3e-3, "warmdown_fraction": 1.0}
+FINE_TUNING_WARMUP = 0.1  # of the steps
+
+
+def two_defaults(text: str, name: str, fine_tuning: str | None = None) -> Any:
+    """A field that `__post_init__` fills."""
+    tuned = fine_tuning or f"{FINE_TUNING[name]:g}"
+    return argument(None, f"{text} (default: {PRETRAINING[name]:g}; with --init-from: {tuned})")
 
 
 def argument(default: Any, text: str, free: bool = False) -> Any:
@@ -40,18 +50,25 @@ class TrainArguments:
     variant: str = argument("sliced-n8-r64", "standard, attnres-n8, projected-full-r32, sliced-n8-r64, ...")
     model: dict = argument({}, "fields of LRAttnResConfig, e.g. hidden_size=256 num_hidden_layers=4")
     init_from: str | None = argument(None, "start from the model in this folder, of the same `variant`", free=True)
+    train: str | None = argument(None, "`queries`: train the depth queries alone, as a routing adapter")
     seed: int = argument(0, "random seed of the weights and the order of the data")
 
     batch_tokens: int = argument(262_144, "tokens per optimizer step, over all processes")
     micro_batch_size: int = argument(8, "rows per forward; gradients add up to `batch_tokens`", free=True)
-    lr_muon: float = argument(1e-3, "peak learning rate of the matrices inside the layers")
-    lr_adamw: float = argument(3e-4, "peak learning rate of embeddings, head and norms")
-    lr_queries: float | None = argument(None, "peak learning rate of the depth queries; default: `lr_adamw`")
+    lr_muon: float = two_defaults("peak learning rate of the matrices inside the layers", "lr_muon")
+    lr_adamw: float = two_defaults("peak learning rate of embeddings, head and norms", "lr_adamw")
+    lr_queries: float | None = argument(
+        None,
+        "peak learning rate of the depth queries (default: `lr_adamw`; with --init-from and no --lr-adamw: "
+        f"{FINE_TUNING['lr_queries']:g})",
+    )
     momentum: float = argument(0.95, "momentum of Muon")
     weight_decay: float = argument(0.1, "weight decay of Muon; AdamW has none")
     betas: tuple[float, float] = argument((0.9, 0.95), "betas of AdamW")
-    warmup_steps: int = argument(2000, "steps of linear warm-up")
-    warmdown_fraction: float = argument(0.2, "the learning rates fall linearly over this last fraction of the steps")
+    warmup_steps: int = two_defaults("steps of linear warm-up", "warmup_steps", f"{FINE_TUNING_WARMUP:g} of the steps")
+    warmdown_fraction: float = two_defaults(
+        "the learning rates fall linearly over this last fraction of the steps", "warmdown_fraction"
+    )
     final_lr_fraction: float = argument(0.1, "fraction of the peak learning rates at the last step")
     clip: float = argument(1.0, "clip the gradient to this norm")
     z_loss: float = argument(1e-5, "weight of the squared log-sum-exp of the logits")
@@ -70,6 +87,16 @@ class TrainArguments:
     keep_last: int = argument(2, "last checkpoints to keep, besides the best by validation loss", free=True)
     trackers: list[str] = argument([], "trackers of Accelerate: tensorboard, trackio, wandb, ...", free=True)
     resume: str | None = argument(None, "resume from this checkpoint (no value: the last of the run)", free=True)
+
+    def __post_init__(self) -> None:
+        defaults = PRETRAINING
+        if self.init_from is not None:
+            defaults = FINE_TUNING | {"warmup_steps": int(FINE_TUNING_WARMUP * (self.steps or 0))}
+            if self.lr_adamw is not None:  # which is then also the default of `lr_queries`
+                defaults.pop("lr_queries")
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     def check(self) -> None:
         """Raise for the first value that cannot be used."""
@@ -91,6 +118,7 @@ class TrainArguments:
             (("seed",), lambda value: 0 <= value < 2**31, f"it must lie in 0..{2**31 - 1}"),
             (("num_workers",), lambda value: value <= workers, f"on this machine it must be at most {workers}"),
             (("depth_backend",), lambda value: value in ("torch", "triton"), "it must be one of torch, triton"),
+            (("train",), lambda value: value == "queries", "it must be queries, or not set: everything is trained"),
             (("mixed_precision",), lambda value: value in ("auto", "bf16", "no"), "it must be one of auto, bf16, no"),
             (("warmup_steps",), lambda value: value <= self.steps, f"it must be at most `steps` = {self.steps}"),
         ]
@@ -99,6 +127,10 @@ class TrainArguments:
                 value = getattr(self, name)
                 if value is not None and not is_valid(value):
                     raise ValueError(f"`{name}` is {value!r}; {rule}.")
+        if self.train == "queries" and self.model_fields()["residual_type"] == "standard":
+            raise ValueError("`train` is 'queries'; `variant` is standard, which has none: choose another variant.")
+        if self.train == "queries" and self.init_from is None:
+            raise ValueError("`train` is 'queries', which needs a trained model: give one as `init_from`.")
         self.model_fields()
 
     def model_fields(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from ..data.held_out import check_batch_size, check_same_tokens
 from ..data.packed_tokens import PackedTokens
 from ..errors import LRAttnResError
-from ..folders.loading import load_language_model
+from ..folders.adapter import load_routing_adapter
+from ..folders.loading import load_causal_lm
 from .batches import flatten_for_flash, open_split
 from .losses import evaluation_mode, num_targets
 
@@ -71,12 +72,18 @@ def evaluate(
     batch_size: int = 8,
     dtype: str = "float32",
     depth_backend: str = "torch",
+    adapter: str | os.PathLike | None = None,
 ) -> Evaluation:
-    """The loss of a saved model (a folder or Hub repository) on a split of a prepared folder."""
+    """The loss of a saved model (a folder or Hub repository) on a split of a prepared folder.
+
+    The model is an LR-AttnRes one, with or without a routing adapter, or an ordinary causal model of Transformers.
+    """
     check_batch_size(batch_size)
     accelerator = Accelerator()  # its precision does not matter: `accelerator.prepare` is not called
     dataset = open_split(data, split, accelerator)
-    loaded = load_language_model(os.fspath(model), str(accelerator.device), dtype, depth_backend=depth_backend)
+    loaded = load_causal_lm(os.fspath(model), str(accelerator.device), dtype, depth_backend=depth_backend)
+    if adapter is not None:
+        load_routing_adapter(loaded, adapter)
     dataset.manifest.check_fits(loaded.config)
     check_same_tokens(os.fspath(model), dataset)
     result = evaluate_model(loaded, dataset, accelerator, batch_size, progress_bar=True)

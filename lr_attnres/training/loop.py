@@ -15,6 +15,7 @@ from accelerate.utils import set_seed
 
 from ..data.packed_tokens import PackedTokens, load_data_tokenizer
 from ..errors import LRAttnResError
+from ..folders.adapter import write_adapter
 from ..folders.card import read_provenance, write_provenance
 from ..folders.staging import staged_folder
 from ..modeling_lr_attnres import LRAttnResForCausalLM
@@ -59,10 +60,11 @@ class Run:
         set_seed(args.seed)
         self.model, self.optimizer = wrap_for_training(accelerator, build_model(args, self.data, self.tokenizer), args)
         set_seed(args.seed, device_specific=True)  # the weights are the same in every process, dropout is not
-        self.steps_done, self.validation_loss = 0, None
+        self.steps_done, self.validation_loss, self.first_loss, self.has_warned = 0, None, None, False
         if self.checkpoint is not None:
             state = self.checkpoints.load(self.checkpoint)
             self.steps_done, self.validation_loss = state["step"], state["validation_loss"]
+            self.first_loss = state.get("first_loss")  # older checkpoints have none
 
     def train(self) -> Path:
         args, accelerator = self.args, self.accelerator
@@ -73,17 +75,20 @@ class Run:
         metrics_file = Path(args.output_dir) / METRICS_FILE
         metrics = Metrics(metrics_file, accelerator, self.steps_done, args.steps, args.batch_tokens)
         with StopSignals() as signals, metrics:
+            if self.steps_done == 0 and self.validation is not None:
+                self.first_loss = self.validate(0, metrics)
             steps = iter(batches)
             for step in range(self.steps_done + 1, args.steps + 1):
                 started = time.perf_counter()
                 record, stop = self.take_step(step, next(steps), signals)
                 metrics.advance(record, time.perf_counter() - started)
-                measured = self.measure(step)
+                measured = self.measure(step, metrics)
                 if measured or self.is_due(step, args.log_steps):
                     metrics.write(record | measured)
                 if stop or self.is_due(step, args.save_steps):
                     self.validation_loss = measured.get("validation_loss")
-                    self.checkpoints.save(step, settings=self.settings, validation_loss=self.validation_loss)
+                    losses = {"validation_loss": self.validation_loss, "first_loss": self.first_loss}
+                    self.checkpoints.save(step, settings=self.settings, **losses)
                     self.checkpoints.prune(args.keep_last)
                 if stop and step < args.steps:
                     accelerator.end_training()
@@ -114,16 +119,27 @@ class Run:
     def is_due(self, step: int, every: int) -> bool:
         return step == self.args.steps or step % every == 0
 
-    def measure(self, step: int) -> dict[str, Any]:
+    def measure(self, step: int, metrics: Metrics) -> dict[str, Any]:
         """The validation loss and the routing entropy, at the steps where they are due."""
         args = self.args
         measured: dict[str, Any] = {}
         if self.validation is not None and (self.is_due(step, args.eval_steps) or self.is_due(step, args.save_steps)):
-            result = evaluate_model(self.bare_model(), self.validation, self.accelerator, args.micro_batch_size)
-            measured["validation_loss"] = result.loss
+            measured["validation_loss"] = self.validate(step, metrics)
         if args.variant != "standard" and self.is_due(step, args.entropy_steps):
             measured["depth_entropy"] = depth_entropy(self.bare_model(), self.validation or self.data)
         return measured
+
+    def validate(self, step: int, metrics: Metrics) -> float:
+        """The validation loss, which is printed; warns once when it has risen above that of the start."""
+        assert self.validation is not None
+        loss = evaluate_model(self.bare_model(), self.validation, self.accelerator, self.args.micro_batch_size).loss
+        metrics.print(f"step {step}: validation loss {loss:.4f}")
+        if self.first_loss is not None and loss > self.first_loss and not self.has_warned:
+            rates = ", ".join(f"lr_{group['name']} = {group['initial_lr']:g}" for group in self.optimizer.param_groups)
+            risen = f"The validation loss has risen above the start ({self.first_loss:.4f})"
+            metrics.print(f"{risen}: lower the learning rate ({rates}).")
+            self.has_warned = True
+        return loss
 
     def bare_model(self) -> LRAttnResForCausalLM:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -135,6 +151,11 @@ class Run:
         # All processes take part in gathering sharded weights; the main process gets them.
         weights = accelerator.get_state_dict(bare) if accelerator.is_fsdp2 else bare.state_dict()
         if accelerator.is_main_process:
+            initial = {} if args.init_from is None else read_provenance(args.init_from)
+            if args.train == "queries":
+                base = initial.get("base_model") or Path(args.init_from or "").name or None
+                with staged_folder(folder.with_name("adapter"), replace=True) as staging:
+                    write_adapter(staging, bare.config, weights, base, initial.get("license"))
             with torch.device("meta"):
                 unsharded = LRAttnResForCausalLM(bare.config)
             # An existing folder belongs to this run: `check_nothing_is_lost` has made sure of that.
@@ -142,7 +163,6 @@ class Run:
                 save_quietly(unsharded, staging, state_dict=weights)
                 self.tokenizer.model_max_length = bare.config.max_position_embeddings
                 self.tokenizer.save_pretrained(staging)
-                initial = {} if args.init_from is None else read_provenance(args.init_from)
                 loss = {"dataset": Path(args.data).name, "metric": "validation loss", "value": self.validation_loss}
                 write_provenance(
                     staging,
@@ -158,11 +178,13 @@ class Run:
 
     def describe(self, batches: StepBatches) -> str:
         args = self.args
-        size = sum(parameter.numel() for parameter in self.model.parameters())
+        sizes = [parameter.numel() for parameter in self.model.parameters()]
+        trained = sum(size for size, p in zip(sizes, self.model.parameters()) if p.requires_grad)
         shape = f"{self.accelerator.num_processes} x {batches.accumulation} x {batches.micro_batch_size} rows"
         steps = f"{args.steps} steps of {args.batch_tokens:,} tokens ({shape})"
         start = f"resumed from {self.checkpoint}" if self.checkpoint else "from the start"
-        return f"{args.variant}, {size:,} parameters, {steps}, {batches.epochs:.2f} epochs of the data, {start}"
+        model = f"{args.variant}, {trained:,} of {sum(sizes):,} parameters"
+        return f"{model}, {steps}, {batches.epochs:.2f} epochs of the data, {start}"
 
 
 def check_nothing_is_lost(args: TrainArguments) -> None:

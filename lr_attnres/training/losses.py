@@ -37,15 +37,17 @@ def use_chunked_loss(model: nn.Module, z_loss: float = 0.0, chunk_size: int | No
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Turn off dropout and z-loss for the duration of the context; the loss is still computed in chunks."""
-    language_model, was_training = find_language_model(model), model.training
-    previous_loss = language_model.chunked_loss
-    use_chunked_loss(model)
+    """Turn off dropout and z-loss for the duration of the context; the chunked loss, if any, stays chunked."""
+    language_model, was_training = _find_language_model(model), model.training
+    if language_model is not None:
+        previous_loss = language_model.chunked_loss
+        use_chunked_loss(model)
     model.eval()
     try:
         yield
     finally:
-        language_model.chunked_loss = previous_loss
+        if language_model is not None:
+            language_model.chunked_loss = previous_loss
         model.train(was_training)
 
 
@@ -56,11 +58,15 @@ def num_targets(labels: torch.Tensor) -> torch.Tensor:
 
 def find_language_model(model: nn.Module) -> Any:
     """The `LRAttnResForCausalLM` inside wrappers; its class may come from the code in a model folder."""
-    # `vars`, because wrappers forward `getattr` to the module they wrap.
-    language_models = [module for module in model.modules() if "chunked_loss" in vars(module)]
-    if not language_models:
+    language_model = _find_language_model(model)
+    if language_model is None:
         raise LRAttnResError(f"{type(model).__name__} has no chunked loss; it needs an LRAttnResForCausalLM.")
-    return language_models[0]
+    return language_model
+
+
+def _find_language_model(model: nn.Module) -> Any:
+    # `vars`, because wrappers forward `getattr` to the module they wrap.
+    return next((module for module in model.modules() if "chunked_loss" in vars(module)), None)
 
 
 @dataclass(frozen=True)

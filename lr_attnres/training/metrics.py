@@ -46,6 +46,11 @@ class Metrics(AbstractContextManager):
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 
+    def print(self, line: str) -> None:
+        """Print a line above the progress bar, in the main process."""
+        if self.accelerator.is_main_process:
+            tqdm.write(line)
+
     def write(self, record: dict[str, Any]) -> None:
         """Append a line, with the speed since the previous line."""
         record = record | {"tokens_per_second": self.tokens / self.seconds}

@@ -89,7 +89,7 @@ def muon_adamw(
     - `queries`: the depth queries, AdamW without weight decay, at `lr_queries` (default: `lr_adamw`)
     """
     names = split_parameters(model)
-    if not names["muon"]:
+    if not names["muon"] and not names["queries"]:
         kind = type(model).__name__
         raise LRAttnResError(f"{kind} has no trainable 2-D weight inside `layers` for Muon; use torch.optim.AdamW.")
     parameters = dict(model.named_parameters())

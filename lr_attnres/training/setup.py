@@ -50,6 +50,8 @@ def build_model(args: TrainArguments, data: PackedTokens, tokenizer: PreTrainedT
         model = new_model(args, data.manifest, tokenizer)
     else:
         model = load_initial_model(args.init_from, args, data)
+    if args.train == "queries":
+        model.requires_grad_(False).model.depth_queries.requires_grad_(True)
     model.set_attn_implementation(args.attn_implementation)
     use_depth_backend(model, args.depth_backend)
     return model

@@ -1,4 +1,4 @@
-"""Upgraded models give the logits of Transformers' Llama, Mistral and Qwen3; unsupported fields are refused."""
+"""Upgraded models give the logits of Transformers' Llama, Mistral, Qwen2 and Qwen3; unsupported fields are refused."""
 
 import copy
 import gc
@@ -25,6 +25,8 @@ from transformers import (
     MistralForCausalLM,
     PhiConfig,
     PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -42,6 +44,7 @@ from lr_attnres.folders.upgrade import load_upgraded, upgrade_model
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 SIZES = {
@@ -90,6 +93,8 @@ SOURCES = {
             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
         },
     ),
+    "qwen2": ("qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3, yarn": (
         "qwen3",
@@ -392,7 +397,8 @@ def test_upgrade_from_the_hub(tmp_path):
 # What is refused
 
 REFUSED = [
-    ("llama", {"attention_bias": True}, "`attention_bias` is True"),
+    ("llama", {"attention_bias": True}, "`attention_bias` is True, which adds a bias to `o_proj`"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "`sliding_window` is 8"),
     ("llama", {"mlp_bias": True}, "`mlp_bias` is True"),
     ("qwen3", {"attention_bias": True}, "`attention_bias` is True"),
     ("mistral", {"sliding_window": 64}, "`sliding_window` is 64"),
@@ -425,7 +431,7 @@ def test_other_models_are_refused():
     )
     config = LlamaConfig(**SIZES)
     for model, message in [
-        (phi, "`model_type` is 'phi'; llama, mistral, qwen3"),
+        (phi, "`model_type` is 'phi'; llama, mistral, qwen2, qwen3"),
         (LlamaModel(config), "`architectures` has LlamaModel; only LlamaForCausalLM"),
         (Qwen3ForSequenceClassification(Qwen3Config(**SIZES, head_dim=8)), "has Qwen3ForSequenceClassification"),
         (small_model("sliced_block"), "`residual_type` is 'sliced' already"),

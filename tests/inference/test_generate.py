@@ -4,7 +4,8 @@ import io
 from contextlib import redirect_stdout
 
 import pytest
-from common import ONE_OF_EACH, byte_tokenizer, save_text_model, small_model
+from common import ONE_OF_EACH, byte_tokenizer, perturb, save_text_model, small_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lr_attnres import cli, generate_text
 
@@ -40,6 +41,20 @@ def test_greedy_text_in_pieces(variant, tmp_path):
     assert text == expected and text.startswith(PROMPT)
     assert output.getvalue() == expected + "\n"
     assert len([piece for piece in output.writes if piece]) > 1
+
+
+def test_an_ordinary_model(tmp_path, capsys):
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
+    )
+    llama = perturb(LlamaForCausalLM(config)).eval()
+    llama.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    expected = llama.generate(**inputs, do_sample=False, max_new_tokens=8)[0]
+    text = generate_text(str(tmp_path), PROMPT, max_new_tokens=8, device="cpu")
+    assert text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
 def test_sampling_is_repeatable(model, tmp_path):

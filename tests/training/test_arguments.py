@@ -92,6 +92,9 @@ def test_files_that_are_refused(content, message, tmp_path):
         ({"steps": 10**10}, "`steps` is 10000000000; it must be at most 1000000000"),
         ({"batch_tokens": 10**9}, "`batch_tokens` is 1000000000; it must be at most 268435456"),
         ({"micro_batch_size": 10**9}, "`micro_batch_size` is 1000000000; it must be at most 10000"),
+        ({"train": "keys"}, "`train` is 'keys'; it must be queries, or not set"),
+        ({"train": "queries"}, "`train` is 'queries', which needs a trained model"),
+        ({"train": "queries", "variant": "standard"}, "`train` is 'queries'; `variant` is standard"),
         ({"warmup_steps": 11}, "`warmup_steps` is 11; it must be at most `steps` = 10"),
         ({"lr_muon": float("nan")}, "`lr_muon` is nan"),
         ({"momentum": 1.5}, "`momentum` is 1.5"),
@@ -134,3 +137,13 @@ def test_command_line(capsys, tmp_path):
     assert "holds no prepared tokens" in capsys.readouterr().err
     assert cli.main(["evaluate", "model", str(tmp_path)]) == 1
     assert "holds no prepared tokens" in capsys.readouterr().err
+
+
+def test_a_model_that_is_trained_further_gets_lower_rates():
+    """Unless rates are given; the queries, which start at zero, get a higher one."""
+    tuned = TrainArguments(data="data", output_dir="run", steps=200, init_from="upgraded")
+    new = TrainArguments(data="data", output_dir="run", steps=200)
+    assert tuned.lr_muon < new.lr_muon and tuned.lr_adamw < new.lr_adamw < tuned.lr_queries
+    assert (tuned.warmup_steps, new.warmup_steps, new.lr_queries) == (20, 2000, None)
+    given = load_arguments(None, init_from="upgraded", steps=200, lr_muon=1.0, lr_adamw=2.0, warmup_steps=0)
+    assert (given.lr_muon, given.lr_adamw, given.lr_queries, given.warmup_steps) == (1.0, 2.0, None, 0)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from common import BYTE_VOCAB_SIZE, byte_tokenizer, save_text_model, small_model
+from common import BYTE_VOCAB_SIZE, byte_tokenizer, perturb, save_text_model, small_model
 from torch.utils.data import Subset
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig
 
+from lr_attnres import upgrade_model
 from lr_attnres.data.packed_tokens import PackedTokens
 from lr_attnres.training.evaluation import Evaluation, evaluate, evaluate_model
 from lr_attnres.training.losses import use_chunked_loss
@@ -51,6 +53,30 @@ def test_after_another_accelerator_of_this_process(precision, token_data, tmp_pa
     expected = evaluate_model(model, PackedTokens(token_data, "validation"), Accelerator())
     assert evaluate(tmp_path / "model", token_data) == expected
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_original_of_an_upgraded_model(token_data, tmp_path):
+    """An ordinary model of Transformers is measured on the same tokens, so both losses are the same."""
+    config = LlamaConfig(
+        vocab_size=BYTE_VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    llama = perturb(LlamaForCausalLM(config))
+    llama.save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    upgraded = upgrade_model(tmp_path / "llama", tmp_path / "upgraded", depth_key_rank=8)
+    original, routed = evaluate(tmp_path / "llama", token_data), evaluate(upgraded, token_data)
+    assert original.tokens == routed.tokens and original.loss == pytest.approx(routed.loss, rel=1e-5)
+    (tmp_path / "llama/model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
+        evaluate(tmp_path / "llama", token_data)
+    ViTConfig().save_pretrained(tmp_path / "vit")
+    with pytest.raises(ValueError, match="holds a vit model, which is no causal language model"):
+        evaluate(tmp_path / "vit", token_data)
 
 
 def test_folders_that_do_not_fit(model, token_data, tmp_path):

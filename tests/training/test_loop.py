@@ -1,6 +1,7 @@
 """A run learns, writes what it promises, and gives the same numbers when killed and resumed, or accumulated."""
 
 import json
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from lr_attnres import LRAttnResForCausalLM
+from lr_attnres import LRAttnResConfig, LRAttnResForCausalLM, load_routing_adapter
 from lr_attnres.data.packed_tokens import PackedTokens
 from lr_attnres.data.packing import prepare_data
 from lr_attnres.data.tokenizers import train_tokenizer
@@ -172,6 +173,34 @@ def test_a_run_from_a_model_folder(token_data, tmp_path):
     with pytest.raises(ValueError, match="the tokenizer of .* cannot be loaded: .* Prepare the data again"):
         train(TrainArguments(**arguments(other_tokens, tmp_path / "third")))
     assert not (tmp_path / "third").exists()
+
+
+def test_queries_alone_become_a_routing_adapter(token_data, tmp_path, capsys):
+    """Nothing else changes, the start, each evaluation and the end are printed, and the adapter fits the start."""
+    first = train(TrainArguments(**arguments(token_data, tmp_path / "first", steps=4)))
+    options = {"init_from": str(first), "train": "queries", "lr_queries": 0.05}
+    second = train(TrainArguments(**arguments(token_data, tmp_path / "second", **options)))
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["model.depth_queries.weight"]
+    printed = re.findall(r"step (\d+): validation loss (\S+)", capsys.readouterr().out.split("from the start")[-1])
+    assert [int(step) for step, _ in printed] == [0, 3, 4, 6, 8]
+    assert float(printed[0][1]) == pytest.approx(evaluate(first, token_data).loss, abs=1e-4)
+    assert float(printed[-1][1]) == pytest.approx(evaluate(second, token_data).loss, abs=1e-4)
+    result = evaluate(first, token_data, adapter=tmp_path / "second/adapter")
+    assert result.loss == pytest.approx(evaluate(second, token_data).loss, abs=1e-6)
+    with pytest.raises(LRAttnResError, match="which has other weights"):
+        load_routing_adapter(LRAttnResForCausalLM(LRAttnResConfig.from_pretrained(first)), tmp_path / "second/adapter")
+
+
+def test_a_risen_validation_loss_is_told_once(token_data, tmp_path, capsys):
+    first = train(TrainArguments(**arguments(token_data, tmp_path / "first", steps=8)))
+    options = {"init_from": str(first), "lr_muon": 3.0, "lr_adamw": 1.0, "lr_queries": 0.5, "warmup_steps": 0}
+    capsys.readouterr()
+    train(TrainArguments(**arguments(token_data, tmp_path / "second", **options)))
+    told = [line for line in capsys.readouterr().out.splitlines() if "has risen above the start" in line]
+    assert len(told) == 1 and told[0].endswith(
+        "lower the learning rate (lr_muon = 3, lr_adamw = 1, lr_queries = 0.5)."
+    )
 
 
 def test_rows_in_one_row_are_the_same(token_data):
