@@ -93,7 +93,7 @@ SOURCES = {
             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
         },
     ),
-    "qwen2": ("qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 4, "hidden_size": 16}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3, yarn": (
