@@ -60,6 +60,7 @@ class TrainArguments:
     attn_implementation: str = argument("sdpa", "sdpa, eager, flash_attention_2, flex_attention, ...", free=True)
     gradient_checkpointing: bool = argument(False, "less memory for more compute", free=True)
     compile: bool = argument(False, "torch.compile the model", free=True)
+    pipeline_stages: int = argument(1, "cut the layers into stages, one per process", free=True)
     num_workers: int = argument(0, "processes that load data in the background", free=True)
 
     log_steps: int = argument(10, "steps between lines of metrics.jsonl", free=True)
@@ -81,7 +82,11 @@ class TrainArguments:
         amounts = ("lr_muon", "lr_adamw", "lr_queries", "weight_decay", "warmup_steps", "z_loss", "num_workers")
         fractions = ("momentum", "warmdown_fraction", "final_lr_fraction")
         rules: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
-            ((*largest, "keep_last", *intervals), lambda value: value >= 1, "it must be at least 1"),
+            (
+                (*largest, "pipeline_stages", "keep_last", *intervals),
+                lambda value: value >= 1,
+                "it must be at least 1",
+            ),
             *(((name,), partial(operator.ge, most), f"it must be at most {most}") for name, most in largest.items()),
             (amounts, lambda value: 0 <= value < math.inf, "it must be finite and not negative"),
             (fractions, lambda value: 0 <= value <= 1, "it must lie in [0, 1]"),

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from ..configuration_lr_attnres import LRAttnResConfig
-from ..depth_routing import DepthSite, depth_block_ends
+from ..depth_routing import DepthSite, depth_block_ends, without_base
 from ..depth_state import DepthState, block_source, emit, read_site, site_columns, site_weights, write_source
 from ..errors import LRAttnResError
 from ..modeling_lr_attnres import DEPTH_BACKENDS, LRAttnResDepthRead, LRAttnResForCausalLM
@@ -72,7 +72,9 @@ class StageModule(nn.Module):
         self.entry = None if self.is_first or not is_routed else model.model.layers[numbers[0] - 1].mlp_read.site
         self.exit = None if self.is_last or not is_routed else model.model.layers[numbers[-1]].mlp_read.site
         if self.exit is not None:
-            layers[str(numbers[-1])] = with_modules(layers[str(numbers[-1])], mlp_read=DepthWrite(self.config, self.exit))
+            layers[str(numbers[-1])] = with_modules(
+                layers[str(numbers[-1])], mlp_read=DepthWrite(self.config, self.exit)
+            )
         kept = [*["embed_tokens", "depth_queries", "depth_embedding_key"] * self.is_first, *["norm"] * self.is_last]
         parts = {name: part for name, part in model.model.named_children() if name in [*kept, "rotary_emb"]}
         self.model = copy(model.model)
@@ -143,7 +145,26 @@ def to_next_stage(state: DepthState, site: DepthSite) -> tuple[torch.Tensor, ...
     logits = tuple(site_columns(each, site.sites_in_model, site.sites_in_model) for each in state.logits)
     queries = state.queries[-site.sites_in_model :]
     tensors, _ = state._replace(queries=queries, logits=logits, mixes=(), lses=None).flatten()
-    return tuple(tensor.contiguous() for tensor in tensors)
+    return tuple(without_base(tensor.contiguous()) for tensor in tensors)
+
+
+def pipeline_stage_args(
+    config: LRAttnResConfig,
+    stage_index: int,
+    num_stages: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """`input_args` and `output_args` of `PipelineStage` for micro-batches of `shape` [B, T], on the meta device. A
+    stage in DDP needs them: torch would find them out by a forward whose backward never comes, and DDP fails."""
+    with torch.device("meta"):
+        model = LRAttnResForCausalLM(config).to(dtype)
+        outputs: tuple[torch.Tensor, ...] = (torch.zeros(shape, dtype=torch.long),)
+    for index in range(stage_index + 1):
+        inputs, results = outputs, pipeline_stage(model, index, num_stages)(*outputs)
+        results = results if isinstance(results, tuple) else (results,)
+        outputs = tuple(result.detach().requires_grad_(result.requires_grad) for result in results)
+    return {"input_args": inputs, "output_args": outputs}
 
 
 def sum_tied_gradients(*stages: PipelineStage) -> None:
