@@ -383,6 +383,14 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
             if isinstance(module, LRAttnResDepthRead):
                 module.backend = backend
 
+    def compile_layers(self, **options: Any) -> None:
+        """Compile attention and feed-forward modules in place, each kind once for all layers; `options` are those of
+        `torch.compile`. This takes much less time than to compile the whole model. Reads stay eager: a compiler would
+        make a graph for each number of sources."""
+        for module in self.modules():
+            if isinstance(module, (LRAttnResAttention, LRAttnResMLP)):
+                module.compile(**options)
+
     @property
     def supports_pp_plan(self) -> bool:
         """Engines ask this before they cut the model into pipeline stages. vLLM would cut it even without a plan."""

@@ -78,12 +78,12 @@ class TrainArguments:
                 raise ValueError(f"`{name}` is not set: give --{name.replace('_', '-')} or a line in the YAML file.")
         workers = max(16, os.cpu_count() or 1)
         largest = {"steps": 10**9, "batch_tokens": 2**28, "micro_batch_size": 10_000}
-        intervals = ("log_steps", "eval_steps", "entropy_steps", "save_steps")
+        counts = ("pipeline_stages", "keep_last", "log_steps", "eval_steps", "entropy_steps", "save_steps")
         amounts = ("lr_muon", "lr_adamw", "lr_queries", "weight_decay", "warmup_steps", "z_loss", "num_workers")
         fractions = ("momentum", "warmdown_fraction", "final_lr_fraction")
         rules: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
             (
-                (*largest, "pipeline_stages", "keep_last", *intervals),
+                (*largest, *counts),
                 lambda value: value >= 1,
                 "it must be at least 1",
             ),

@@ -196,7 +196,8 @@ class Run:
         shape = f"{batches.num_replicas} x {batches.accumulation} x {batches.micro_batch_size} rows"
         steps = f"{args.steps} steps of {args.batch_tokens:,} tokens ({shape})"
         start = f"resumed from {self.checkpoint}" if self.checkpoint else "from the start"
-        return f"{args.variant}, {self.num_parameters:,} parameters, {steps}, {batches.epochs:.2f} epochs of the data, {start}"
+        size = f"{self.num_parameters:,} parameters"
+        return f"{args.variant}, {size}, {steps}, {batches.epochs:.2f} epochs of the data, {start}"
 
 
 def check_nothing_is_lost(args: TrainArguments) -> None:

@@ -158,7 +158,7 @@ def pipeline_stage_args(
     """`input_args` and `output_args` of `PipelineStage` for micro-batches of `shape` [B, T], on the meta device. A
     stage in DDP needs them: torch would find them out by a forward whose backward never comes, and DDP fails."""
     with torch.device("meta"):
-        model = LRAttnResForCausalLM(config).to(dtype)
+        model = LRAttnResForCausalLM(config).to(dtype)  # type: ignore[arg-type]
         outputs: tuple[torch.Tensor, ...] = (torch.zeros(shape, dtype=torch.long),)
     for index in range(stage_index + 1):
         inputs, results = outputs, pipeline_stage(model, index, num_stages)(*outputs)
@@ -188,7 +188,7 @@ def sum_tied_gradients(*stages: PipelineStage) -> None:
         if stage.num_stages == 1:
             return
         other_stage = stage.num_stages - 1 if stage.is_first else 0
-        group = stage.group or dist.group.WORLD
+        group: Any = stage.group or dist.group.WORLD
         peer = dist.get_global_rank(group, stage.stage_index_to_group_rank[other_stage])
         other = torch.empty_like(gradient)
         exchange = [dist.P2POp(dist.isend, gradient, peer, group), dist.P2POp(dist.irecv, other, peer, group)]

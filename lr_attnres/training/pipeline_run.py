@@ -37,6 +37,8 @@ class PipelinedRun(Run):
         check_processes(args, accelerator.num_processes, accelerator.distributed_type)
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.compile:
+            model.compile_layers()
         use_chunked_loss(model, args.z_loss)
         num_stages, number = args.pipeline_stages, accelerator.process_index % args.pipeline_stages
         module = pipeline_stage(model, number, num_stages).to(accelerator.device)
