@@ -439,14 +439,14 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def start_depth_state(self, embeddings: torch.Tensor, use_bank: bool = False) -> DepthState | DepthBank:
+    def start_depth_state(self, embeddings: torch.Tensor, may_use_bank: bool = True) -> DepthState | DepthBank:
         """The depth state with one source, the embedding."""
         if self.config.residual_type == "standard":
             return DepthState()
         queries, floor = self.depth_queries()
         key = self.depth_embedding_key(embeddings) if self.config.residual_type == "projected" else None
         emitted = emit(self.config, embeddings, key)
-        if use_bank:
+        if may_use_bank and self.reads_from_bank(embeddings):
             return DepthBank(emitted, self.config.hidden_size, self.num_sources, queries, floor)
         key = split_heads(emitted[-1][..., -self.config.depth_key_rank :], self.config.depth_heads)
         value = split_heads(embeddings, self.config.depth_heads)
@@ -488,7 +488,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         hidden_states, _ = self.run_layers(
             self.layers[: self.config.num_hidden_layers],
             inputs_embeds,  # site 0 reads the embedding alone
-            self.start_depth_state(inputs_embeds, self.reads_from_bank(inputs_embeds)),
+            self.start_depth_state(inputs_embeds),
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,

@@ -99,7 +99,7 @@ class StageModule(nn.Module):
         state: Any = DepthState()
         if self.is_first:
             hidden_states = self.model.embed_tokens(inputs[0])
-            state = self.model.start_depth_state(hidden_states)
+            state = self.model.start_depth_state(hidden_states, may_use_bank=False)
         elif self.entry is None:
             (hidden_states,) = inputs
         else:
