@@ -186,7 +186,7 @@ class DepthBank:
     softmax and one product over all rows.
 
     One row per source: value [D], its key [R] if `emit` returns one, then the floor of the key norm. The norm of key
-    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf. A depth head
+    and floor together is the divisor of `depth_logits`. Logits of rows that are not written yet are -inf. A depth head
     is like one more sequence of the batch: it has rows of its own, always with a key.
     """
 
