@@ -24,7 +24,7 @@ def saved_model(variant: str, folder: Path) -> LRAttnResForCausalLM:
     """Widths that the kernels can divide."""
     model = LRAttnResForCausalLM(small_config(variant, hidden_size=64, intermediate_size=128)).eval()
     if variant != "standard":
-        nn.init.normal_(model.model.depth_queries.weight, std=0.3)
+        nn.init.normal_(model.model.depth_queries.weight, std=model.config.depth_key_rank**-0.5)  # logits of size one
     model.save_pretrained(folder)
     return model
 
