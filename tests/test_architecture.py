@@ -65,9 +65,9 @@ def test_few_modules_in_few_rooms():
 
 
 def test_the_package_is_small():
-    """The house itself has fewer than 8,000 lines; what was built on it since (docs/reliability.md, docs/serve.md)
-    must earn its own."""
-    assert sum(len(path.read_text().splitlines()) for path in MODULES) < 9000
+    """The house itself has fewer than 8,000 lines; what was built on it since (docs/reliability.md, docs/serve.md,
+    pipelines in docs/training_at_scale.md) must earn its own."""
+    assert sum(len(path.read_text().splitlines()) for path in MODULES) < 9500
 
 
 def test_no_long_functions():

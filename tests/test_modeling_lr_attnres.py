@@ -638,9 +638,7 @@ def test_two_graphs_serve_any_depth(variant, fresh_compiler):
         torch.compiler.reset()
 
 
-@pytest.mark.compatibility(
-    "`torch.compile` of each whole layer (`accelerate.utils.compile_regions`)", refused=ROUTED_TYPES
-)
+@pytest.mark.compatibility("`torch.compile` of each whole layer", refused=ROUTED_TYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_layers_compiled_one_by_one(variant, fresh_compiler):
     """One graph serves every layer of `standard`. Routed layers have a graph each, until the compiler gives up."""
