@@ -150,7 +150,7 @@ def train_with_deepspeed(variant: str, folder: Path, stage: int | None) -> None:
     torch.manual_seed(0)
     model, rows = small_model(variant).train(), random_tokens(16, 9)
     zero = {"stage": stage}
-    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 2}
     # torch's AdamW: that of DeepSpeed for CPUs is compiled at its first use.
     config |= {
         "gradient_clipping": "auto",
@@ -171,6 +171,7 @@ def train_with_deepspeed(variant: str, folder: Path, stage: int | None) -> None:
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     trainer.train()
     if stage is not None:
+        assert trainer.accelerator.num_processes == 2
         assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
         assert trainer.model_wrapped.zero_optimization_stage() == stage
     trainer.save_model()
