@@ -213,4 +213,4 @@ def boundary_elements(config: LRAttnResConfig, stage_index: int, num_stages: int
     if config.residual_type == "projected" and not site.closes_block:
         width += config.depth_key_rank
     queries = site.sites_in_model * config.depth_key_rank + config.depth_key_norm
-    return width, num_completed * site.sites_in_model, queries
+    return width, num_completed * site.sites_in_model * config.depth_heads, queries
