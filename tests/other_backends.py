@@ -127,7 +127,6 @@ def test_executorch(variant):
     torch.testing.assert_close(logits, model(input_ids).logits, **FLOAT32)
 
 
-@pytest.mark.compatibility("DeepSpeed ZeRO 1, 2 and 3: Trainer with AdamW", variants=ONE_OF_EACH)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed(stage, tmp_path):
     assert processes.run(train_all, tmp_path / "alone", None) == [0]
