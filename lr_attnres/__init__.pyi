@@ -37,6 +37,9 @@ from .training.loop import train as train
 from .training.losses import use_chunked_loss as use_chunked_loss
 from .training.optimizers import muon_adamw as muon_adamw
 from .training.optimizers import muon_adamw_factory as muon_adamw_factory
+from .training.pipeline import pipeline_stage as pipeline_stage
+from .training.pipeline import pipeline_stage_args as pipeline_stage_args
+from .training.pipeline import sum_tied_gradients as sum_tied_gradients
 from .variants import variant_fields as variant_fields
 from .variants import variant_name as variant_name
 

@@ -147,7 +147,9 @@ def depth_logits(key: torch.Tensor, queries: torch.Tensor, floor: torch.Tensor |
     if floor is None:
         return logits
     # Dividing the logits instead of the key needs no normalised copy of the key.
-    return logits / torch.hypot(torch.linalg.vector_norm(key, dim=-1, keepdim=True), floor)
+    # Not `torch.hypot`, which neither ONNX nor ExecuTorch has.
+    norm = torch.linalg.vector_norm(key, dim=-1, keepdim=True)
+    return logits / torch.sqrt(norm.square() + floor.square())
 
 
 def depth_mix(values: Sequence[torch.Tensor], logits: torch.Tensor) -> tuple[torch.Tensor, ...]:

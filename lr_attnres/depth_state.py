@@ -122,7 +122,7 @@ def block_source(
         keys_are_normalised = config.residual_type == "projected" and config.depth_key_norm  # one by one, in `emit`
         value, key = value * scale, key if keys_are_normalised else key * scale
     assert state.queries is not None
-    first = site.index - 1
+    first = len(state.queries) - site.sites_in_model
     readers = state.queries[first:] if site.closes_block else state.queries[first : first + 1]
     value, key = split_heads(value, config.depth_heads), split_heads(key, config.depth_heads)
     logits = depth_logits(key, readers, state.floor)
@@ -147,8 +147,9 @@ def read_site(
     """The read of a site; inside a block, `partial_source` is its newest source.
     -> hidden [B, T, D] in `dtype`; the state without the mix that was used."""
     if site.opens_group:  # phase 1
-        logits = [site_columns(logits, site.sites_in_model, site.sites_in_group) for logits in state.logits]
-        *mixes, lses = mix_older(state.values, torch.stack(logits, dim=-1))
+        older = state.logits[: site.num_mixed]
+        logits = [site_columns(logits, site.sites_in_model, site.sites_in_group) for logits in older]
+        *mixes, lses = mix_older(state.values[: site.num_mixed], torch.stack(logits, dim=-1))
         state = state._replace(mixes=tuple(mixes), lses=lses)
     if site.num_mixed == 1:
         mix, lse = state.values[0], site_columns(state.logits[0], site.sites_in_model)
@@ -190,7 +191,7 @@ class DepthBank:
     softmax and one product over all rows.
 
     One row per source: value [D], its key [R] if `emit` returns one, then the floor of the key norm. The norm of key
-    and floor together is the `hypot` of `depth_logits`. Logits of rows that are not written yet are -inf. A depth head
+    and floor together is the divisor of `depth_logits`. Logits of rows that are not written yet are -inf. A depth head
     is like one more sequence of the batch: it has rows of its own, always with a key.
     """
 

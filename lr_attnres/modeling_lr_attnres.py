@@ -4,7 +4,7 @@ Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -409,6 +409,14 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
             if isinstance(module, LRAttnResDepthRead):
                 module.backend = backend
 
+    def compile_layers(self, **options: Any) -> None:
+        """Compile attention and feed-forward modules in place, each kind once for all layers; `options` are those of
+        `torch.compile`. This takes much less time than to compile the whole model. Reads stay eager: a compiler would
+        make a graph for each number of sources."""
+        for module in self.modules():
+            if isinstance(module, (LRAttnResAttention, LRAttnResMLP)):
+                module.compile(**options)
+
     @property
     def supports_pp_plan(self) -> bool:
         """Engines ask this before they cut the model into pipeline stages. vLLM would cut it even without a plan."""
@@ -457,12 +465,12 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def start_depth_state(self, embeddings: torch.Tensor) -> DepthState | DepthBank:
+    def start_depth_state(self, embeddings: torch.Tensor, may_use_bank: bool = True) -> DepthState | DepthBank:
         """The depth state with one source, the embedding."""
         if self.config.residual_type == "standard":
             return DepthState()
         key = self.depth_embedding_key(embeddings) if self.config.residual_type == "projected" else None
-        has_bank = self.reads_from_bank(embeddings)
+        has_bank = may_use_bank and self.reads_from_bank(embeddings)
         if has_bank and self.depth_backend == "triton":
             queries, _ = self.depth_queries(as_learned=True)
             return KernelBank(self.config, self.num_sources, embeddings, key, queries)
@@ -506,27 +514,51 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         # `config.output_depth_weights` also turns the recording on; the reads must know.
         kwargs.setdefault("output_depth_weights", getattr(self.config, "output_depth_weights", False))
 
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        hidden_states, _ = self.run_layers(
+            self.layers[: self.config.num_hidden_layers],
+            inputs_embeds,  # site 0 reads the embedding alone
+            self.start_depth_state(inputs_embeds),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return LRAttnResModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
+        )
+
+    def run_layers(
+        self,
+        layers: Iterable[nn.Module],
+        hidden_states: torch.Tensor,
+        depth_state: DepthState | DepthBank,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, DepthState | DepthBank]:
+        """Consecutive layers, all of them or those of a pipeline stage: what the first one reads and the depth state
+        before it -> what the layer after the last one reads and the depth state before that layer."""
         # `create_causal_mask` looks for packed documents in `position_ids` only without a cache: hide an empty one.
         is_empty_cache = isinstance(past_key_values, DynamicCache) and past_key_values.get_seq_length() == 0
         causal_mask = create_causal_mask(
             config=self.config,
-            inputs_embeds=inputs_embeds,
+            inputs_embeds=hidden_states,
             attention_mask=attention_mask,
             past_key_values=None if is_empty_cache else past_key_values,
             position_ids=position_ids,
         )
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
-
-        hidden_states = inputs_embeds  # site 0 reads the embedding alone
-        depth_state = self.start_depth_state(inputs_embeds)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        layers = cast(list[LRAttnResDecoderLayer], self.layers[: self.config.num_hidden_layers])
-        for decoder_layer in layers:
+        for decoder_layer in cast(Iterable[LRAttnResDecoderLayer], layers):
             tensors, counts = depth_state.flatten()
             hidden_states, counts, *written = decoder_layer(
                 hidden_states,
@@ -536,14 +568,10 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
-                use_cache=use_cache,
                 **kwargs,
             )
             depth_state = depth_state.with_written(written, counts, decoder_layer.mlp_read.site)
-        return LRAttnResModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
-        )
+        return hidden_states, depth_state
 
 
 def positions_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ from lr_attnres.variants import RESIDUAL_TYPES
 
 TESTS = Path(__file__).parent
 MATRIX = TESTS.parent / "docs/compatibility.md"
-# The second and third are not collected by default: test_depth_routing_triton.py runs the one in a process of its own,
-# `make test-vllm` the other in an environment of its own.
-FILES = "test_*.py interpreted_depth_routing_triton.py served_by_vllm.py"
+# All but the first are not collected by default: test_depth_routing_triton.py runs the second in a process of its own,
+# `make test-vllm` and `make test-backends` the others in environments of their own.
+FILES = "test_*.py interpreted_depth_routing_triton.py served_by_vllm.py other_backends.py"
 RELEASED_NAMES = {"baseline": "standard", "plr": "projected", "slr": "sliced"}
 
 

@@ -133,7 +133,7 @@ def test_plan_run_is_what_the_page_quotes(monkeypatch):
     import plan_run
 
     page = (ROOT / "docs/training_at_scale.md").read_text()
-    lines = [*plan_run.compute(), *plan_run.speed(), f"| {plan_run.memory_row('standard')} |"]
+    lines = [*plan_run.compute(), *plan_run.speed(), *plan_run.pipeline(), f"| {plan_run.memory_row('standard')} |"]
     assert [line for line in lines if line not in page] == []
     for variant in plan_run.VARIANTS:
         config = plan_run.config_of(variant)

@@ -1,5 +1,6 @@
 """The laws of the model, for every variant, with all parameters (queries too) away from their initial values."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -635,7 +636,28 @@ def test_compiles_for_inference_without_graph_breaks(variant, fresh_compiler):
     torch.testing.assert_close(compiled(input_ids).logits, expected, **FLOAT32)
 
 
-@pytest.mark.compatibility("`torch.compile`, layer by layer", refused=ROUTED_TYPES)
+@pytest.mark.compatibility("`torch.compile`, layer by layer: `model.compile_layers()`")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_graphs_serve_any_depth(variant, fresh_compiler):
+    """One for attention and one for the feed-forward modules, and once more for any length of text."""
+    for num_layers in (2, 5):
+        model, counter = small_model(variant, num_hidden_layers=num_layers), CompileCounterWithBackend("eager")
+        expected = copy.deepcopy(model)
+        model.compile_layers(fullgraph=True, backend=counter)
+        for length in (9, 11):
+            input_ids = random_tokens(2, length)
+            losses = [each(input_ids, labels=input_ids, use_cache=False).loss for each in (model, expected)]
+            torch.testing.assert_close(*losses)
+            for loss in losses:
+                loss.backward()
+        assert counter.frame_count == 4
+        for parameter, same in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, same.grad, **FLOAT32)
+        assert model.state_dict().keys() == expected.state_dict().keys()
+        torch.compiler.reset()
+
+
+@pytest.mark.compatibility("`torch.compile` of each whole layer", refused=ROUTED_TYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_layers_compiled_one_by_one(variant, fresh_compiler):
     """One graph serves every layer of `standard`. Routed layers have a graph each, until the compiler gives up."""

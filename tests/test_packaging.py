@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # extra -> the modules that its commands import; "" is the package without any extra
 ENTRIES = {
     "": ["cli", "hub_upload", "inference.generate", "folders.upgrade", "training.arguments", "analysis.cost"],
-    "train": ["data.packing", "training.loop", "training.evaluation"],
+    "train": ["data.packing", "training.loop", "training.evaluation", "training.pipeline_run"],
     "hub": ["folders.convert"],
     "serve": ["inference.server", "inference.bounded"],
     "analysis": ["analysis.routing", "data.held_out", "analysis.plots"],

@@ -99,7 +99,7 @@ def data_parallel(folders, input_ids):
             torch.testing.assert_close(ours.grad, expected.grad, **CLOSE)
 
 
-@pytest.mark.compatibility("Pipeline parallelism (no plan: stages pass on one tensor)", refused=RESIDUAL_TYPES)
+@pytest.mark.compatibility("Pipeline plan of Transformers and vLLM", refused=RESIDUAL_TYPES)
 @pytest.mark.parametrize("variant", COMMON_VARIANTS)
 def test_no_plan_for_pipeline_parallelism(variant):
     """Its stages pass on one tensor. Without a plan vLLM would cut the model anyway, so the question is refused."""

@@ -12,5 +12,6 @@ __getattr__, __all__ = lazy_names(
         "losses": ("evaluation_mode", "num_targets", "use_chunked_loss"),
         "metrics": ("METRICS_FILE", "read_metrics"),
         "optimizers": ("MuonAdamW", "muon_adamw", "muon_adamw_factory"),
+        "pipeline": ("boundary_elements", "pipeline_stage", "pipeline_stage_args", "sum_tied_gradients"),
     },
 )

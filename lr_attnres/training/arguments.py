@@ -78,6 +78,7 @@ class TrainArguments:
     depth_backend: str = argument("torch", "torch, or the Triton kernels on a GPU: triton", free=True)
     gradient_checkpointing: bool = argument(False, "less memory for more compute", free=True)
     compile: bool = argument(False, "torch.compile the model", free=True)
+    pipeline_stages: int = argument(1, "cut the layers into stages, one per process", free=True)
     num_workers: int = argument(0, "processes that load data in the background", free=True)
 
     log_steps: int = argument(10, "steps between lines of metrics.jsonl", free=True)
@@ -105,11 +106,15 @@ class TrainArguments:
                 raise ValueError(f"`{name}` is not set: give --{name.replace('_', '-')} or a line in the YAML file.")
         workers = max(16, os.cpu_count() or 1)
         largest = {"steps": 10**9, "batch_tokens": 2**28, "micro_batch_size": 10_000}
-        intervals = ("log_steps", "eval_steps", "entropy_steps", "save_steps")
+        counts = ("pipeline_stages", "keep_last", "log_steps", "eval_steps", "entropy_steps", "save_steps")
         amounts = ("lr_muon", "lr_adamw", "lr_queries", "weight_decay", "warmup_steps", "z_loss", "num_workers")
         fractions = ("momentum", "warmdown_fraction", "final_lr_fraction")
         rules: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
-            ((*largest, "keep_last", *intervals), lambda value: value >= 1, "it must be at least 1"),
+            (
+                (*largest, *counts),
+                lambda value: value >= 1,
+                "it must be at least 1",
+            ),
             *(((name,), partial(operator.ge, most), f"it must be at most {most}") for name, most in largest.items()),
             (amounts, lambda value: 0 <= value < math.inf, "it must be finite and not negative"),
             (fractions, lambda value: 0 <= value <= 1, "it must lie in [0, 1]"),
@@ -129,6 +134,9 @@ class TrainArguments:
                     raise ValueError(f"`{name}` is {value!r}; {rule}.")
         if self.train == "queries" and self.model_fields()["residual_type"] == "standard":
             raise ValueError("`train` is 'queries'; `variant` is standard, which has none: choose another variant.")
+        if self.train == "queries" and self.pipeline_stages > 1:
+            rule = "the depth queries are all in the first stage, so the others would have nothing to train"
+            raise ValueError(f"`pipeline_stages` is {self.pipeline_stages} with `train` = queries: {rule}.")
         if self.train == "queries" and self.init_from is None:
             raise ValueError("`train` is 'queries', which needs a trained model: give one as `init_from`.")
         self.model_fields()

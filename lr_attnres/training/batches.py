@@ -29,20 +29,26 @@ class StepBatches:
     """Iterates over the steps after `steps_done`: the micro-batches of this process for each step."""
 
     def __init__(self, data: PackedTokens, args: TrainArguments, accelerator: Accelerator, steps_done: int):
-        processes, length = accelerator.num_processes, data.sequence_length
+        length, stages = data.sequence_length, args.pipeline_stages
+        # The stages of a pipeline have the same rows.
+        self.num_replicas = processes = accelerator.num_processes // stages
         rows, rest = divmod(args.batch_tokens, length)
         if rest or rows % processes:
-            rule = f"{processes} processes with an equal number of rows of {length} tokens"
+            sharers = f"{processes} {'processes' if stages == 1 else 'pipelines'}"
+            rule = f"{sharers} with an equal number of rows of {length} tokens"
             multiple = f"it must be a multiple of {processes * length}"
             raise LRAttnResError(f"`batch_tokens` is {args.batch_tokens}; {multiple}: {rule}.")
         share = rows // processes
         self.micro_batch_size = max(n for n in range(1, min(args.micro_batch_size, share) + 1) if share % n == 0)
         self.accumulation = share // self.micro_batch_size
+        if self.accumulation < stages:
+            rule = f"a pipeline of {stages} stages needs as many micro-batches, from its {share} rows of a step"
+            raise LRAttnResError(f"`micro_batch_size` is {self.micro_batch_size}: {rule}. Choose a smaller one.")
         self.epochs = args.steps * rows / len(data)
         shape, steps = (self.accumulation, processes, self.micro_batch_size), range(steps_done, args.steps)
         self.loader = DataLoader(
             data,
-            batch_sampler=micro_batch_rows(len(data), shape, accelerator.process_index, args.seed, steps),
+            batch_sampler=micro_batch_rows(len(data), shape, accelerator.process_index // stages, args.seed, steps),
             num_workers=args.num_workers,
             pin_memory=accelerator.device.type == "cuda",
             generator=torch.Generator(),  # the default one is saved in checkpoints and must not change here

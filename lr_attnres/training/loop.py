@@ -33,10 +33,13 @@ def train(args: TrainArguments) -> Path:
 
     SIGTERM and Ctrl-C save a checkpoint after the current step and end the process with 128 + the signal's number.
     """
+    from .pipeline_run import PipelinedRun  # imports this module
+
     args.check()
     accelerator = start_accelerator(args)
     with hold_run_folder(args.output_dir, accelerator):
-        return Run(args, accelerator).train()
+        run_class = Run if args.pipeline_stages == 1 else PipelinedRun
+        return run_class(args, accelerator).train()
 
 
 class Run:
@@ -58,13 +61,20 @@ class Run:
         self.checkpoints.delete_leftovers()
 
         set_seed(args.seed)
-        self.model, self.optimizer = wrap_for_training(accelerator, build_model(args, self.data, self.tokenizer), args)
+        model = build_model(args, self.data, self.tokenizer)
+        self.config, self.num_parameters = model.config, model.num_parameters()
+        self.num_trained = model.num_parameters(only_trainable=True)
+        self.model, self.optimizer = self.wrap(model)
         set_seed(args.seed, device_specific=True)  # the weights are the same in every process, dropout is not
         self.steps_done, self.validation_loss, self.first_loss, self.has_warned = 0, None, None, False
         if self.checkpoint is not None:
             state = self.checkpoints.load(self.checkpoint)
             self.steps_done, self.validation_loss = state["step"], state["validation_loss"]
             self.first_loss = state.get("first_loss")  # older checkpoints have none
+
+    def wrap(self, model: LRAttnResForCausalLM) -> tuple[Any, Any]:
+        """The model and its optimizer, ready for the processes of this run."""
+        return wrap_for_training(self.accelerator, model, self.args)
 
     def train(self) -> Path:
         args, accelerator = self.args, self.accelerator
@@ -116,6 +126,24 @@ class Run:
         record = {"step": step, "tokens": step * self.args.batch_tokens, "loss": loss, "grad_norm": grad_norm}
         return record | {f"lr_{group['name']}": group["lr"] for group in groups}, stop
 
+    def backward(self, micro_batches: list[Batch], targets: torch.Tensor) -> torch.Tensor:
+        """Gradients of the micro-batches of this process -> its part of the loss, which is a mean over `targets`."""
+        accelerator, model = self.accelerator, self.model
+        total = torch.zeros((), device=accelerator.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            # FSDP reduces after every micro-batch: otherwise each process would hold the unsharded gradients.
+            skip_reduction = number < len(micro_batches) and not accelerator.is_fsdp2
+            with accelerator.no_sync(model) if skip_reduction else nullcontext():
+                inputs = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+                loss = model(**inputs, use_cache=False, num_items_in_batch=targets).loss
+                accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over the processes
+            total += loss.detach()
+        return total
+
+    def clip_gradients(self) -> torch.Tensor:
+        """-> the norm before clipping."""
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.clip)
+
     def is_due(self, step: int, every: int) -> bool:
         return step == self.args.steps or step % every == 0
 
@@ -126,13 +154,13 @@ class Run:
         if self.validation is not None and (self.is_due(step, args.eval_steps) or self.is_due(step, args.save_steps)):
             measured["validation_loss"] = self.validate(step, metrics)
         if args.variant != "standard" and self.is_due(step, args.entropy_steps):
-            measured["depth_entropy"] = depth_entropy(self.bare_model(), self.validation or self.data)
+            measured["depth_entropy"] = self.depth_entropy(self.validation or self.data)
         return measured
 
     def validate(self, step: int, metrics: Metrics) -> float:
         """The validation loss, which is printed; warns once when it has risen above that of the start."""
         assert self.validation is not None
-        loss = evaluate_model(self.bare_model(), self.validation, self.accelerator, self.args.micro_batch_size).loss
+        loss = self.evaluate(self.validation)
         metrics.print(f"step {step}: validation loss {loss:.4f}")
         if self.first_loss is not None and loss > self.first_loss and not self.has_warned:
             rates = ", ".join(f"lr_{group['name']} = {group['initial_lr']:g}" for group in self.optimizer.param_groups)
@@ -144,24 +172,34 @@ class Run:
     def bare_model(self) -> LRAttnResForCausalLM:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
+    def evaluate(self, data: PackedTokens) -> float:
+        return evaluate_model(self.bare_model(), data, self.accelerator, self.args.micro_batch_size).loss
+
+    def depth_entropy(self, data: PackedTokens) -> list[float]:
+        return depth_entropy(self.bare_model(), data)
+
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """The whole weights, by name, in the main process. All processes take part in gathering sharded ones."""
+        bare = self.bare_model()
+        return self.accelerator.get_state_dict(bare) if self.accelerator.is_fsdp2 else bare.state_dict()
+
     def export(self) -> Path:
         """Save the trained model as an ordinary folder: weights, config, code, tokenizer and provenance."""
-        args, accelerator, bare = self.args, self.accelerator, self.bare_model()
+        args, accelerator, weights = self.args, self.accelerator, self.weights()
         folder = Path(args.output_dir) / "model"
-        # All processes take part in gathering sharded weights; the main process gets them.
-        weights = accelerator.get_state_dict(bare) if accelerator.is_fsdp2 else bare.state_dict()
         if accelerator.is_main_process:
             initial = {} if args.init_from is None else read_provenance(args.init_from)
             if args.train == "queries":
+                assert weights is not None
                 base = initial.get("base_model") or Path(args.init_from or "").name or None
                 with staged_folder(folder.with_name("adapter"), replace=True) as staging:
-                    write_adapter(staging, bare.config, weights, base, initial.get("license"))
+                    write_adapter(staging, self.config, weights, base, initial.get("license"))
             with torch.device("meta"):
-                unsharded = LRAttnResForCausalLM(bare.config)
+                unsharded = LRAttnResForCausalLM(self.config)
             # An existing folder belongs to this run: `check_nothing_is_lost` has made sure of that.
             with staged_folder(folder, replace=True) as staging:
                 save_quietly(unsharded, staging, state_dict=weights)
-                self.tokenizer.model_max_length = bare.config.max_position_embeddings
+                self.tokenizer.model_max_length = self.config.max_position_embeddings
                 self.tokenizer.save_pretrained(staging)
                 loss = {"dataset": Path(args.data).name, "metric": "validation loss", "value": self.validation_loss}
                 write_provenance(
@@ -178,13 +216,11 @@ class Run:
 
     def describe(self, batches: StepBatches) -> str:
         args = self.args
-        sizes = [parameter.numel() for parameter in self.model.parameters()]
-        trained = sum(size for size, p in zip(sizes, self.model.parameters()) if p.requires_grad)
-        shape = f"{self.accelerator.num_processes} x {batches.accumulation} x {batches.micro_batch_size} rows"
+        shape = f"{batches.num_replicas} x {batches.accumulation} x {batches.micro_batch_size} rows"
         steps = f"{args.steps} steps of {args.batch_tokens:,} tokens ({shape})"
         start = f"resumed from {self.checkpoint}" if self.checkpoint else "from the start"
-        model = f"{args.variant}, {trained:,} of {sum(sizes):,} parameters"
-        return f"{model}, {steps}, {batches.epochs:.2f} epochs of the data, {start}"
+        size = f"{self.num_trained:,} of {self.num_parameters:,} parameters"
+        return f"{args.variant}, {size}, {steps}, {batches.epochs:.2f} epochs of the data, {start}"
 
 
 def check_nothing_is_lost(args: TrainArguments) -> None:
@@ -214,20 +250,12 @@ def learning_rate_factor(step: int, args: TrainArguments) -> float:
 
 def accumulate_gradients(run: Run, micro_batches: list[Batch], signals: "StopSignals") -> tuple[float, float, bool]:
     """Clipped gradients of the mean loss over the whole batch -> loss, norm before clipping, whether to stop."""
-    accelerator, model = run.accelerator, run.model
+    accelerator = run.accelerator
     targets = torch.stack([num_targets(batch["labels"]) for batch in micro_batches]).sum()
-    targets = accelerator.reduce(targets.to(accelerator.device))
-    total = torch.zeros((), device=accelerator.device)
-    for number, batch in enumerate(micro_batches, start=1):
-        # FSDP reduces after every micro-batch: otherwise each process would hold the unsharded gradients.
-        skip_reduction = number < len(micro_batches) and not accelerator.is_fsdp2
-        with accelerator.no_sync(model) if skip_reduction else nullcontext():
-            inputs = flatten_for_flash(batch, run.args.attn_implementation)
-            inputs = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in inputs.items()}
-            loss = model(**inputs, use_cache=False, num_items_in_batch=targets).loss
-            accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over the processes
-        total += loss.detach()
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), run.args.clip)
+    targets = accelerator.reduce(targets.to(accelerator.device)) // run.args.pipeline_stages
+    inputs = [flatten_for_flash(batch, run.args.attn_implementation) for batch in micro_batches]
+    total = run.backward(inputs, targets)
+    grad_norm = run.clip_gradients()
     signalled = torch.tensor(float(signals.received is not None), device=accelerator.device)
     loss, stop = accelerator.reduce(torch.stack([total, signalled])).tolist()
     return loss, float(grad_norm), stop > 0

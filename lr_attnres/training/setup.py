@@ -20,7 +20,7 @@ from ..folders.loading import load_language_model, use_depth_backend
 from ..modeling_lr_attnres import LRAttnResForCausalLM
 from .arguments import TrainArguments
 from .losses import use_chunked_loss
-from .optimizers import muon_adamw
+from .optimizers import MuonAdamW, muon_adamw
 
 
 def start_accelerator(args: TrainArguments) -> Accelerator:
@@ -110,13 +110,17 @@ def wrap_for_training(accelerator: Accelerator, model: LRAttnResForCausalLM, arg
     use_chunked_loss(model, args.z_loss)
     if accelerator.is_fsdp2:
         set_up_sharding(accelerator, model)
+    model, optimizer = accelerator.prepare(model, new_optimizer(model, args))
+    model.train()
+    return model, optimizer
+
+
+def new_optimizer(model: torch.nn.Module, args: TrainArguments) -> MuonAdamW:
     options = ("lr_muon", "lr_adamw", "lr_queries", "momentum", "weight_decay", "betas")
     optimizer = muon_adamw(model, **{name: getattr(args, name) for name in options})
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    model, optimizer = accelerator.prepare(model, optimizer)
-    model.train()
-    return model, optimizer
+    return optimizer
 
 
 def set_up_sharding(accelerator: Accelerator, model: LRAttnResForCausalLM) -> None:

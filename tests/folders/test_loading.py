@@ -255,3 +255,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model(saved, tmp_path):
 def test_a_missing_device_is_reported_before_anything_is_read(device):
     with pytest.raises(LRAttnResError, match=f"`device` {device} cannot be used: "):
         load_language_model("nowhere", device)
+
+
+def test_folders_of_one_name_run_the_installed_code(saved, tmp_path):
+    """Transformers gives the second folder of a name the code of the first; the commands run no code of a folder."""
+    for number in (1, 2):
+        folder = shutil.copytree(saved, tmp_path / str(number) / "model")
+        (folder / "modeling_lr_attnres.py").write_text(f"raise SystemExit('code of folder {number}')")
+        model = load_language_model(folder)
+        assert type(model).__module__ == "lr_attnres.modeling_lr_attnres"
+        assert cli.main(["generate", str(folder), "--prompt", "a", "--max-new-tokens", "1"]) in (0, None)
