@@ -303,8 +303,8 @@ class LRAttnResConfig(PreTrainedConfig):
                 )
         if self.depth_scaled_eps and self.depth_block_exponent != 0:
             raise ValueError(
-                f"`depth_block_exponent` is {self.depth_block_exponent}; with `depth_scaled_eps`, which takes blocks "
-                "for plain sums, it must be 0."
+                f"`depth_block_exponent` is {self.depth_block_exponent}; with `depth_scaled_eps`, which assumes "
+                "that a block is a plain sum, it must be 0."
             )
 
 

@@ -95,8 +95,10 @@ class LRAttnResRMSNorm(nn.RMSNorm):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # In training also where gradients are off: reentrant checkpointing computes each layer a second time.
-        if self.training or torch.is_grad_enabled() or not is_eager_on_cpu(hidden_states):
+        # In training also where gradients are off: reentrant checkpointing computes each layer a second time. Only a
+        # step of generation gains; elsewhere the logits stay, bit for bit, those of the norm of Transformers' models.
+        is_step = is_eager_on_cpu(hidden_states) and hidden_states.shape[1] == 1
+        if self.training or torch.is_grad_enabled() or not is_step:
             return super().forward(hidden_states)
         normalized = inference_rms_norm(hidden_states, cast(float, self.eps))
         normalized = normalized if self.weight is None else normalized * self.weight
@@ -392,8 +394,8 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         """The backend of the reads; None in `standard`."""
         if self.config.residual_type == "standard":
             return None
-        layers = cast(LRAttnResModel, self.base_model).layers
-        return cast(LRAttnResDecoderLayer, layers[0]).attn_read.backend
+        first = next(cast(LRAttnResModel, self.base_model).layers.children())  # a pipeline stage has a dict of them
+        return cast(LRAttnResDecoderLayer, first).attn_read.backend
 
     def set_depth_backend(self, backend: str) -> None:
         """Compute the reads with `"torch"`, the default on every device, or with the `"triton"` kernels, on a GPU."""
@@ -421,8 +423,9 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
     def supports_pp_plan(self) -> bool:
         """Engines ask this before they cut the model into pipeline stages. vLLM would cut it even without a plan."""
         raise NotImplementedError(
-            "LR-AttnRes cannot be cut into pipeline stages: a stage passes on one tensor, but a layer reads what all "
-            "earlier layers wrote. Use one stage, and tensor parallelism instead (vLLM: --tensor-parallel-size)."
+            "This engine cannot cut LR-AttnRes into pipeline stages: its stages pass on one tensor, but a layer reads "
+            "what all earlier layers wrote. Use one stage, and tensor parallelism instead (vLLM: "
+            "--tensor-parallel-size). For training there is `lr_attnres.pipeline_stage`."
         )
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:  # type: ignore[override]

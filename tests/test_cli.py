@@ -120,6 +120,8 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 def test_commands_of_the_pages_parse(page):
     text = page.read_text().replace("\\\n", " ")
     commands = re.findall(r"^(?:lr-attnres|accelerate launch .* -m lr_attnres\.cli) +(\S.*)$", text, re.MULTILINE)
+    if page.name == "README.md":
+        commands += re.findall(r"\| `lr-attnres +([^`]+)` \|", text)  # in its table
     assert commands or page.name != "README.md"
     for command in commands:
         cli.make_parser().parse_args(shlex.split(command, comments=True))

@@ -311,7 +311,7 @@ class OperatorCounter(TorchDispatchMode):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_depth_weights_cost_nothing_when_off(variant):
     """Not asked for, they run no operator, before or after a forward that was; asked for, a softmax per site."""
-    model, input_ids = small_model(variant), random_tokens(2, 7)
+    model, input_ids = small_model(variant), random_tokens(2, 40)  # fewer tokens are read from a bank
     model(input_ids)  # the constants of the norms are made once per process
     runs = []
     for asked in (False, True, False):
@@ -661,7 +661,7 @@ def test_two_graphs_serve_any_depth(variant, fresh_compiler):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_layers_compiled_one_by_one(variant, fresh_compiler):
     """One graph serves every layer of `standard`. Routed layers have a graph each, until the compiler gives up."""
-    model, input_ids = small_model(variant, num_hidden_layers=3), random_tokens(2, 11)
+    model, input_ids = small_model(variant, num_hidden_layers=3), random_tokens(2, 40)  # too many for a bank
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="eager")
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():

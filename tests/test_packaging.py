@@ -21,7 +21,8 @@ import lr_attnres
 ROOT = Path(__file__).parents[1]
 # extra -> the modules that its commands import; "" is the package without any extra
 ENTRIES = {
-    "": ["cli", "hub_upload", "inference.generate", "folders.upgrade", "training.arguments", "analysis.cost"],
+    "": ["cli", "hub_upload", "inference.generate", "folders.upgrade", "training.arguments", "analysis.cost"]
+    + ["analysis.machine", "analysis.gpu_timings"],
     "train": ["data.packing", "training.loop", "training.evaluation", "training.pipeline_run"],
     "hub": ["folders.convert"],
     "serve": ["inference.server", "inference.bounded"],

@@ -105,7 +105,7 @@ def test_no_plan_for_pipeline_parallelism(variant):
     """Its stages pass on one tensor. Without a plan vLLM would cut the model anyway, so the question is refused."""
     model = small_model(variant)
     assert not model.pp_plan
-    with pytest.raises(NotImplementedError, match="cannot be cut into pipeline stages.*--tensor-parallel-size"):
+    with pytest.raises(NotImplementedError, match="cannot cut LR-AttnRes.*--tensor-parallel-size"):
         model.supports_pp_plan  # noqa: B018
 
 

@@ -22,6 +22,7 @@ PACKAGES = ("lr-attnres", "torch", "triton", "transformers", "accelerate", "peft
 EXTRAS = {
     "train": ("accelerate", "prepare, train, evaluate"),
     "hub": ("tiktoken", "the tokenizer cl100k_base"),
+    "gguf": ("gguf", "upgrade of a GGUF file"),
     "serve": ("fastapi", "serve"),
     "analysis": ("matplotlib", "analyze, cost --figure"),
     "explore": ("gradio", "explore"),

@@ -102,7 +102,7 @@ class LaunchCounter(TorchDispatchMode):
 
 
 class FusedNorm(TorchFunctionMode):
-    """A norm is one kernel on a GPU, and a chain of operators where nothing runs."""
+    """A norm is one kernel on a GPU, but several operators on the meta device, where this counts."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.nn.functional.rms_norm:

@@ -75,10 +75,11 @@ def load_language_model(
     depth_backend: str = "torch",
 ) -> LRAttnResForCausalLM:
     """As `load_causal_lm`, for an LR-AttnRes model."""
+    torch_device = usable_device(device)
     config = load_config(source, revision, token)
     if config.architectures not in (None, [], [LRAttnResForCausalLM.__name__]):
         raise LRAttnResError(f"`architectures` of {source} is {config.architectures}; expected LRAttnResForCausalLM.")
-    return cast(LRAttnResForCausalLM, _load(source, config, device, dtype, revision, token, depth_backend))
+    return cast(LRAttnResForCausalLM, _load(source, config, torch_device, dtype, revision, token, depth_backend))
 
 
 def load_causal_lm(
@@ -94,24 +95,24 @@ def load_causal_lm(
 
     No code of the folder runs and no pickle is read. For `device` see `usable_device`.
     """
+    torch_device = usable_device(device)
     config = read_config(source, revision, token)
     if isinstance(config, LRAttnResConfig):
         return load_language_model(source, device, dtype, revision, token, depth_backend)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise LRAttnResError(f"{source} holds a {config.model_type} model, which is no causal language model.")
-    return _load(source, config, device, dtype, revision, token, depth_backend)
+    return _load(source, config, torch_device, dtype, revision, token, depth_backend)
 
 
 def _load(
     source: str | os.PathLike,
     config: PreTrainedConfig,
-    device: str,
+    device: torch.device,
     dtype: str,
     revision: str | None,
     token: str | None,
     depth_backend: str,
 ) -> PreTrainedModel:
-    torch_device = usable_device(device)
     folder = local_path(source, revision)
     if folder is None:
         with hub_source(str(source), revision):
@@ -148,7 +149,7 @@ def _load(
     if config.tie_word_embeddings and _is_untied(model):
         raise LRAttnResError(f"{source}: `tie_word_embeddings` is True, but lm_head.weight is not the embedding.")
     use_depth_backend(model, depth_backend)
-    model.to(torch_device)
+    model.to(device)
     if bad := [] if _is_quantized(config) else [name for name, w in model.named_parameters() if not _is_finite(w)]:
         raise LRAttnResError(f"{source} has {len(bad)} weights with NaN or infinite values, such as {bad[0]}.")
     return model

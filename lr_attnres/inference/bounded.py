@@ -63,8 +63,9 @@ def check_request(body: dict) -> None:
         value = body.get(name)
         if value is not None and not (type(value) in kinds and least <= value <= most):
             raise refuse(f"`{name}` is {value!r}; it must be a number in {least}..{most}.")
-    if not all(isinstance(text, str) and text for text in stop_texts(body.get("stop"))):
-        raise refuse("`stop` must be a text or a list of texts, none of them empty.")
+    texts = stop_texts(body.get("stop"))
+    if len(texts) > 4 or not all(isinstance(text, str) and 0 < len(text) <= 256 for text in texts):
+        raise refuse("`stop` must be a text or a list of at most 4 texts, each of 1 to 256 characters.")
 
 
 def stop_texts(stop: Any) -> list:
@@ -158,7 +159,7 @@ class Batch(ContinuousBatchingManager):
         self.logit_processor = PerRequest()
 
     def add_request(self, *inputs: Any, **options: Any) -> Any:
-        # Not before Transformers, which does it next, has registered who receives the answer.
+        # Later: right after this call, Transformers registers the receiver of the answer.
         add = partial(super().add_request, *inputs, **options, answer=self.answer)
         asyncio.get_running_loop().call_soon(add)
         return options["request_id"]

@@ -156,7 +156,7 @@ def pipeline_stage_args(
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """`input_args` and `output_args` of `PipelineStage` for micro-batches of `shape` [B, T], on the meta device. A
-    stage in DDP needs them: torch would find them out by a forward whose backward never comes, and DDP fails."""
+    stage in DDP needs them: otherwise torch infers them by an extra forward, and DDP raises as no backward follows."""
     with torch.device("meta"):
         model = LRAttnResForCausalLM(config).to(dtype)  # type: ignore[arg-type]
         outputs: tuple[torch.Tensor, ...] = (torch.zeros(shape, dtype=torch.long),)

@@ -17,7 +17,7 @@ from ..data.packed_tokens import PackedTokens
 from ..errors import LRAttnResError
 from ..modeling_lr_attnres import LRAttnResDepthRead, LRAttnResForCausalLM
 from .arguments import TrainArguments
-from .batches import Batch, flatten_for_flash
+from .batches import Batch, StepBatches, flatten_for_flash
 from .checkpoints import save_quietly
 from .loop import Run
 from .losses import evaluation_mode, num_targets, use_chunked_loss
@@ -48,19 +48,21 @@ class PipelinedRun(Run):
         shape = (accelerator.num_processes // num_stages, num_stages)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "stage"))
         self.replicas, self.stages = mesh["replica"].get_group(), mesh["stage"].get_group()
+        self.on_cpu = dist.new_group(backend="gloo")  # for gathered objects, which NCCL would put on the GPU
         self.is_first_replica = mesh["replica"].get_local_rank() == 0
         self.stage = PipelineStage(module, number, num_stages, accelerator.device, group=self.stages)
-        self.schedule: Schedule1F1B | None = None  # made with the first step, which has all its micro-batches
+        self.num_micro_batches = StepBatches(self.data, args, accelerator, 0).accumulation
+        keep_loss = lambda loss, labels: loss  # noqa: E731
+        self.schedule = Schedule1F1B(self.stage, self.num_micro_batches, keep_loss, scale_grads=False)
         accelerator.register_save_state_pre_hook(self.save)
         accelerator.register_load_state_pre_hook(self.load)
         return module, new_optimizer(module, args)
 
     def backward(self, micro_batches: list[Batch], targets: torch.Tensor) -> torch.Tensor:
-        if self.schedule is None:
-            self.schedule = Schedule1F1B(self.stage, len(micro_batches), lambda loss, labels: loss, scale_grads=False)
         losses = self.pass_through(self.schedule.step, micro_batches, int(targets))
         for parameter in self.model.parameters():
-            dist.all_reduce(parameter.grad, group=self.replicas)
+            if parameter.grad is not None:  # the same in all replicas
+                dist.all_reduce(parameter.grad, group=self.replicas)
         sum_tied_gradients(self.stage)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.accelerator.device)
 
@@ -85,7 +87,8 @@ class PipelinedRun(Run):
 
     def clip_gradients(self) -> torch.Tensor:
         parameters = list(self.model.parameters())
-        counted = [p.grad for name, p in self.model.named_parameters() if not self.is_tied_copy(name)]
+        named = self.model.named_parameters()
+        counted = [p.grad for name, p in named if p.grad is not None and not self.is_tied_copy(name)]
         square = torch.nn.utils.get_total_norm(counted).square()
         dist.all_reduce(square, group=self.stages)
         torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, square.sqrt())
@@ -96,29 +99,26 @@ class PipelinedRun(Run):
 
     @torch.no_grad()
     def evaluate(self, data: PackedTokens) -> float:
-        """The mean loss over all rows; rows beyond the last one have no labels."""
-        assert self.schedule is not None
+        """The mean loss over all rows; rows beyond the last one have no labels. Every replica computes it."""
         size, losses, tokens = self.args.micro_batch_size, [], 0
-        num_micro_batches = self.schedule._n_microbatches
         self.model.eval()
         with evaluation_mode(self.model) if self.stage.is_last else nullcontext():
-            for start in range(0, len(data), size * num_micro_batches):
+            for start in range(0, len(data), size * self.num_micro_batches):
                 batches = []
-                for first in range(start, start + size * num_micro_batches, size):
+                for first in range(start, start + size * self.num_micro_batches, size):
                     batch = default_collate([data[min(row, len(data) - 1)] for row in range(first, first + size)])
                     batch["labels"][max(0, len(data) - first) :] = -100
                     batches.append(flatten_for_flash(batch, self.args.attn_implementation))
                     tokens += int(num_targets(batches[-1]["labels"]))
                 losses += self.pass_through(self.schedule.eval, batches, 1)
         self.model.train()
-        total = math.fsum(loss.item() for loss in losses)  # without terms, except in the last stages
+        total = math.fsum(loss.item() for loss in losses)  # 0 except in the last stages
         parts = self.gather_objects(total if self.is_first_replica else 0.0)
         return math.fsum(parts) / tokens
 
     @torch.no_grad()
     def depth_entropy(self, data: PackedTokens) -> list[float]:
         """As `loop.depth_entropy`; each stage measures its own sites."""
-        assert self.schedule is not None
         entropies: dict[int, float] = {}
 
         def record(read: LRAttnResDepthRead, args: Any, outputs: Any) -> None:
@@ -131,7 +131,7 @@ class PipelinedRun(Run):
         batch = flatten_for_flash(
             default_collate([data[0]] * self.args.micro_batch_size), self.args.attn_implementation
         )
-        batches = [batch] * self.schedule._n_microbatches
+        batches = [batch] * self.num_micro_batches
         self.pass_through(self.schedule.eval, batches, 1, output_depth_weights=True)
         self.model.train()
         for hook in hooks:
@@ -141,14 +141,14 @@ class PipelinedRun(Run):
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.on_cpu)
         return values
 
     def collect(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values of all stages by name, in the main process."""
         parts: list[Any] | None = [None] * dist.get_world_size() if self.accelerator.is_main_process else None
         own = {name: value for name, value in values.items() if not self.is_tied_copy(name)}
-        dist.gather_object(own if self.is_first_replica else {}, parts)
+        dist.gather_object(own if self.is_first_replica else {}, parts, group=self.on_cpu)
         return {name: value for part in parts or [] for name, value in part.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -162,7 +162,8 @@ class PipelinedRun(Run):
         """The weights and the state of the optimizer as one process saves them."""
         everything = self.weights()
         own, names = self.optimizer.state_dict(), self.parameter_names(self.model)
-        states = self.collect({names[number]: state for number, state in own["state"].items()})
+        on_cpu = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, own["state"])
+        states = self.collect({names[number]: state for number, state in on_cpu.items()})
         if not self.accelerator.is_main_process:
             return
         whole = self.whole_model()

@@ -184,7 +184,9 @@ def test_twenty_requests_at_once_get_what_each_asked_for(client, model):
         ({"temperature": -1}, "`temperature` is -1; it must be a number in 0..100."),
         ({"top_p": 2}, "`top_p` is 2; it must be a number in 0..1."),
         ({"seed": 1.5}, "`seed` is 1.5; it must be a number in"),
-        ({"stop": [""]}, "`stop` must be a text or a list of texts, none of them empty."),
+        ({"stop": [""]}, "`stop` must be a text or a list of at most 4 texts, each of 1 to 256 characters."),
+        ({"stop": ["x"] * 5}, "`stop` must be a text or a list of at most 4 texts, each of 1 to 256 characters."),
+        ({"stop": "x" * 257}, "`stop` must be a text or a list of at most 4 texts, each of 1 to 256 characters."),
         ({"model": "another"}, "another"),
     ],
     ids=str,
@@ -327,6 +329,8 @@ def start(folder) -> tuple[subprocess.Popen, int]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background lets its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     return process, port
 
