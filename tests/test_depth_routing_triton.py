@@ -52,7 +52,7 @@ def test_every_kernel_compiles_without_spills(capability, compile_only):
     assert {row["kernel"] for row in table} == KERNELS
     assert all(row["registers"] > 0 and row["spilled_bytes"] == 0 for row in table), table
     # The step keeps the chunks of its sources there while it sums over them.
-    assert all(row["shared_bytes"] <= (16384 if row["read"] == "step" else 4096) for row in table), table
+    assert all(row["shared_bytes"] <= (32768 if row["read"] == "step" else 4096) for row in table), table
     for name in KERNELS:
         compiled = getattr(kernels, name).device_caches[capability][0].values()
         assert compiled and not any(re.search(r"\b(atom|red)\.", kernel.asm["ptx"]) for kernel in compiled)

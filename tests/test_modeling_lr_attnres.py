@@ -545,11 +545,21 @@ def test_norms_of_a_half_model_round_once(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_norms_of_inference_are_those_of_training(dtype, has_weight):
-    """In inference on a CPU other operators compute them: the same numbers but for rounding, the same layout."""
+    """In a step of generation on a CPU other operators compute them: the same numbers but for rounding, the same
+    layout. Elsewhere the numbers are the same to the last bit."""
     norm = small_model(norm_weight=has_weight, rms_norm_eps=1e-3).to(dtype).model.norm
     assert type(norm).__name__.endswith("RMSNorm") and (norm.weight is not None) == has_weight  # vLLM goes by the name
     hidden = torch.randn(3, 7, 32).mul(torch.tensor([1e-3, 1.0, 100.0])[:, None, None]).to(dtype)
-    for states in (hidden, hidden.transpose(0, 1), hidden[:, :1], hidden[:0], torch.zeros_like(hidden)):
+    with torch.no_grad():
+        assert torch.equal(norm(hidden), torch.nn.RMSNorm.forward(norm, hidden))
+    steps = (
+        hidden[:, None],
+        hidden.transpose(0, 1)[:, None],
+        hidden[:, :1],
+        hidden[:0, :1],
+        torch.zeros(3, 1, 32).to(dtype),
+    )
+    for states in steps:
         expected = norm(states).detach()
         with torch.no_grad():
             got = norm(states)
