@@ -1,6 +1,6 @@
-"""Routing adapters: the depth queries alone, in a file of a few kilobytes beside the model that they were trained on.
+"""Routing adapters: the depth queries alone, in a small file beside the model that they were trained on.
 
-folder/routing_adapter.safetensors    the queries, and a sample of the base's weights
+folder/routing_adapter.safetensors    the queries, and samples of the base's weights
 folder/routing_adapter.json           the base: its name, and the config fields that change its maths
 folder/README.md                      the card
 """
@@ -29,9 +29,10 @@ from .staging import check_absent, staged_folder
 
 WEIGHTS_FILE, CONFIG_FILE, CARD = "routing_adapter.safetensors", "routing_adapter.json", "README.md"
 ADAPTER_FILES = (WEIGHTS_FILE, CONFIG_FILE, CARD)
-QUERIES, SAMPLE = "depth_queries.weight", "base_sample"
-BASE_WEIGHTS = ("embed_tokens.", "layers.", "norm.", "depth_embedding_key.")  # of every head
-SAMPLE_SIZE = 2  # numbers of each weight: a base that was trained further differs in most of them
+QUERIES, SAMPLE, HEAD_SAMPLE = "depth_queries.weight", "base_sample", "head_sample"
+BASE_WEIGHTS = ("embed_tokens.", "layers.", "norm.", "depth_embedding_key.")  # all but the queries and the head
+HEAD_WEIGHTS = ("lm_head.",)
+SAMPLE_SIZE = 8  # numbers of each weight, its first and last among them: the last rows may emit the keys
 # Everything that changes the maths of the base, apart from its weights.
 BASE_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -52,12 +53,12 @@ def save_routing_adapter(
 
     `base_model` is the name of that model on the card, by default its Hub name or the name of its folder.
     """
-    base, folder = _base_of(model), Path(folder)
+    base, folder = _base_of(model), Path(folder)  # raises for a model that has no queries
     check_absent(folder)
     path = base_model or model.name_or_path or ""
     name = path if REPO_ID.fullmatch(path) and not Path(path).exists() else Path(path).name
     with staged_folder(folder) as staging:
-        write_adapter(staging, base.config, base.state_dict(), name or None, license)
+        write_adapter(staging, base.config, model.state_dict(), name or None, license)
     return folder
 
 
@@ -66,7 +67,7 @@ def write_adapter(
 ) -> None:
     """Write the files of an adapter; `weights` is a state dict with or without a head."""
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-    tensors = {QUERIES: weights[QUERIES].float().cpu().contiguous(), SAMPLE: _sample(weights)}
+    tensors = {QUERIES: weights[QUERIES].float().cpu().contiguous(), **_samples(weights)}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     content = {
         "base_model": base_model,
@@ -91,6 +92,8 @@ def load_routing_adapter(
     A model holds any number of adapters: `set_routing_adapter(model, name)` chooses one. Saving the model merges the
     active one. Raises if the adapter was trained on another base.
     """
+    if not isinstance(name, str) or not name:  # None is the name of the base's own queries
+        raise LRAttnResError(f"`name` is {name!r}; give the adapter a name, such as 'default'.")
     folder = local_path(source, revision)
     if folder is None:
         with hub_source(os.fspath(source), revision):
@@ -100,7 +103,7 @@ def load_routing_adapter(
             )
     content, tensors = read_adapter(folder)
     base = _base_of(model)
-    _check_base(base, content, tensors, source)
+    _check_base(model, content, tensors, source)
     adapters = base.__dict__.setdefault("routing_adapters", {None: base.depth_queries.weight.detach().cpu().clone()})
     adapters[name] = tensors[QUERIES]
     set_routing_adapter(model, name)
@@ -118,7 +121,8 @@ def set_routing_adapter(model: PreTrainedModel, name: str | None) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / CONFIG_FILE).is_file()
+    """Whether the folder is an adapter alone; one that also holds a model is the model's."""
+    return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -136,7 +140,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         raise LRAttnResError(f"{folder / CONFIG_FILE} is not the config of a routing adapter: save the adapter again.")
     file = open_weights(folder / WEIGHTS_FILE)
     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    for name in (QUERIES, SAMPLE):
+    for name in {QUERIES, SAMPLE} | tensors.keys():
         if name not in tensors or tensors[name].dtype != torch.float32 or not tensors[name].isfinite().all():
             raise LRAttnResError(
                 f"{folder / WEIGHTS_FILE} has no finite float32 tensor {name}: save the adapter again."
@@ -200,30 +204,39 @@ def _base_fields(config: LRAttnResConfig) -> dict[str, Any]:
     return json.loads(json.dumps(fields))
 
 
-def _sample(weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A few evenly spaced numbers of every weight of the base, in the order of their names."""
-    parts = []
-    for name in sorted(name for name in weights if name.startswith(BASE_WEIGHTS)):
-        flat = weights[name].detach().reshape(-1)
-        parts.append(flat[:: max(1, len(flat) // SAMPLE_SIZE)][:SAMPLE_SIZE].float().cpu())
-    return torch.cat(parts)
+def _samples(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Evenly spaced numbers of every weight, in the order of their names: of the base, and of a head for text."""
+    samples = {}
+    for key, prefixes in ((SAMPLE, BASE_WEIGHTS), (HEAD_SAMPLE, HEAD_WEIGHTS)):
+        parts = []
+        for name in sorted(name for name in weights if name.startswith(prefixes)):
+            flat = weights[name].detach().reshape(-1)
+            # In integers: float32 does not hold the last index of a large weight.
+            places = torch.arange(SAMPLE_SIZE, device=flat.device) * (len(flat) - 1) // (SAMPLE_SIZE - 1)
+            parts.append(flat[places].float().cpu())
+        if parts:
+            samples[key] = torch.cat(parts)
+    return samples
 
 
 def _check_base(
-    base: LRAttnResModel, content: dict[str, Any], tensors: dict[str, torch.Tensor], source: str | os.PathLike
+    model: PreTrainedModel, content: dict[str, Any], tensors: dict[str, torch.Tensor], source: str | os.PathLike
 ) -> None:
     trained_on = f"the routing adapter {source} was trained on {content.get('base_model') or 'another base'}"
+    base = _base_of(model)
     fields, expected = _base_fields(base.config), content["base_config"]
     for name in fields | expected:
         if fields.get(name) != expected.get(name):
             difference = f"whose `{name}` is {expected.get(name)}; this model's is {fields.get(name)}"
             raise LRAttnResError(f"{trained_on}, {difference}: load it onto its own base.")
-    sample, queries = _sample(base.state_dict()), base.depth_queries.weight
     # Equal up to the rounding of the coarser dtype.
     dtypes = (getattr(torch, content["base_dtype"]), base.embed_tokens.weight.dtype)
     tolerance = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if sample.shape != tensors[SAMPLE].shape or not torch.allclose(sample, tensors[SAMPLE], tolerance, atol=1e-7):
-        raise LRAttnResError(f"{trained_on}, which has other weights than this model: load it onto its own base.")
+    for key, sample in _samples({name.removeprefix("model."): w for name, w in model.state_dict().items()}).items():
+        stored = tensors.get(key, sample)  # a model without a head for text has no sample of it
+        if sample.shape != stored.shape or not torch.allclose(sample, stored, tolerance, atol=1e-7):
+            raise LRAttnResError(f"{trained_on}, which has other weights than this model: load it onto its own base.")
+    queries = base.depth_queries.weight
     if tensors[QUERIES].shape != queries.shape:
         shapes = f"{list(tensors[QUERIES].shape)}; this model has {list(queries.shape)}"
         raise LRAttnResError(f"{source}: {QUERIES} has shape {shapes}.")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils import logging
 
 from ..data.tokenizers import vocabulary_size
@@ -31,6 +31,18 @@ logger = logging.get_logger(__name__)
 
 REMOTE_FILE = re.compile(rf"({REPO_ID.pattern}):(.+\.gguf)")
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3: divisors of the frequencies
+# The values with which the other fields of RoPE change nothing; an unknown field has none.
+NEUTRAL_ROPE = {
+    "scale_linear": (0.0, 1.0),  # the name of `scaling.factor` in old files
+    "scaling.factor": (0.0, 1.0),
+    "scaling.finetuned": (False, True),  # a remark
+    "scaling.attn_factor": (1.0,),
+    "scaling.yarn_attn_factor": (1.0,),
+    "scaling.yarn_beta_fast": (32.0,),
+    "scaling.yarn_beta_slow": (1.0,),
+    "scaling.yarn_log_multiplier": (0.0,),
+}
+READ_ROPE = {"dimension_count", "freq_base", "scaling.type", "scaling.original_context_length"}
 # Raised by `gguf` and Transformers for damaged files.
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError, OverflowError)
 
@@ -119,10 +131,20 @@ class GGUFModel:
         return tuple(int(size) for size in reversed(self.tensor_of[name].shape))
 
     def _scaled_rope(self, context: int) -> dict[str, Any]:
-        kind, factor = self._field("rope.scaling.type", "none"), self._field("rope.scaling.factor", 1.0)
+        kind, factor = self._field("rope.scaling.type", "none"), self._field("rope.scaling.factor") or 1.0
+        if kind not in ("none", "linear", "yarn"):
+            raise LRAttnResError(f"`rope.scaling.type` is {kind!r}; only none, linear and yarn can be upgraded.")
+        self._check_rope_fields(READ_ROPE if kind == "none" else READ_ROPE | {"scaling.factor"})
+        if kind != "none" and ROPE_FACTORS in self.tensor_of:
+            both = f"`rope.scaling.type` is {kind!r} and the file has {ROPE_FACTORS}"
+            raise LRAttnResError(f"{both}; only one of the two scalings of RoPE can be upgraded.")
         parameters: dict[str, Any] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            parameters["original_max_position_embeddings"] = self._field("rope.scaling.original_context_length")
+            original = self._field("rope.scaling.original_context_length")
+            if not original:
+                missing = f"`rope.scaling.original_context_length` is {original}"
+                raise LRAttnResError(f"{missing}; yarn can be upgraded only with this length, so add it to the file.")
+            parameters["original_max_position_embeddings"] = original
         elif ROPE_FACTORS in self.tensor_of:
             factors = self._dequantize(ROPE_FACTORS).tolist()
             parameters = {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
@@ -133,15 +155,29 @@ class GGUFModel:
             }
         elif kind == "none":
             return {}
-        elif kind != "linear":
-            raise LRAttnResError(f"`rope.scaling.type` is {kind!r}; only none, linear and yarn can be upgraded.")
         logger.warning(
             f"The RoPE of {self.path.name} is scaled, which Transformers ignores in a GGUF: kept as scaled."
         )
         return parameters
 
+    def _check_rope_fields(self, read: set[str]) -> None:
+        prefix = f"{self.fields['general.architecture']}.rope."
+        for name, value in self.fields.items():
+            field = name.removeprefix(prefix)
+            if name.startswith(prefix) and field not in read and value not in NEUTRAL_ROPE.get(field, ()):
+                raise LRAttnResError(
+                    f"`rope.{field}` is {value!r}; a RoPE that this field changes cannot be upgraded: convert the"
+                    " original model without it, or upgrade that model."
+                )
+
     def _names(self) -> dict[str, str]:
         """The name in the file of each tensor; tensors that Transformers does not know keep that name."""
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
         sizes = {name: getattr(self.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
@@ -169,7 +205,10 @@ class GGUFModel:
         if self.num_tokens == 0:
             return None
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+            # Alone in a folder: Transformers prefers a tokenizer.json that lies beside the file.
+            with tempfile.TemporaryDirectory(prefix="lr-attnres-") as folder:
+                (Path(folder) / self.path.name).symlink_to(self.path.resolve())
+                tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=self.path.name, trust_remote_code=False)
             if vocabulary_size(tokenizer) > self.num_tokens:
                 tokenizer = _without_added_tokens(tokenizer, self.num_tokens)
         except Exception as error:  # the Rust library raises plain exceptions

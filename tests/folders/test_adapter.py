@@ -21,6 +21,7 @@ from lr_attnres import (
     set_routing_adapter,
 )
 from lr_attnres.errors import LRAttnResError
+from lr_attnres.folders.adapter import is_adapter
 
 
 def with_other_queries(model: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -62,8 +63,8 @@ def test_files_are_small_and_say_what_they_are(tmp_path):
     save_routing_adapter(model, tmp_path / "adapter", base_model="owner/base", license="apache-2.0")
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "adapter").iterdir()}
     assert sorted(sizes) == ["README.md", "routing_adapter.json", "routing_adapter.safetensors"]
-    queries = model.model.depth_queries.weight
-    assert sizes["routing_adapter.safetensors"] < queries.nbytes + 1000
+    queries, num_weights = model.model.depth_queries.weight, len(model.state_dict())
+    assert sizes["routing_adapter.safetensors"] < queries.nbytes + 8 * 4 * num_weights + 500
     card = ModelCard.load(tmp_path / "adapter/README.md")
     assert (card.data.base_model, card.data.license) == ("owner/base", "apache-2.0")
     assert torch.equal(load_file(tmp_path / "adapter/routing_adapter.safetensors")["depth_queries.weight"], queries)
@@ -92,6 +93,12 @@ def change_one_layer(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def change_head(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.001)
+    return model
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -100,6 +107,7 @@ def change_one_layer(model: torch.nn.Module) -> torch.nn.Module:
         (lambda base: small_model(rms_norm_eps=1e-3), "whose `rms_norm_eps` is .*; this model's is 0.001"),
         (lambda base: perturb(copy.deepcopy(base)), "was trained on owner/base, which has other weights"),
         (lambda base: change_one_layer(copy.deepcopy(base)), "which has other weights than this model"),
+        (lambda base: change_head(copy.deepcopy(base)), "which has other weights than this model"),
         (lambda base: small_model("standard"), "`residual_type` is 'standard', which has no depth queries"),
         (
             lambda base: LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=64, num_hidden_layers=1)),
@@ -107,7 +115,7 @@ def change_one_layer(model: torch.nn.Module) -> torch.nn.Module:
         ),
         (lambda base: get_peft_model(copy.deepcopy(base), LoraConfig(target_modules="all-linear")), "wrapped by PEFT"),
     ],
-    ids=["rank", "blocks", "eps", "weights", "one weight", "standard", "llama", "peft"],
+    ids=["rank", "blocks", "eps", "weights", "one weight", "head", "standard", "llama", "peft"],
 )
 def test_wrong_base_is_refused(make, message, tmp_path):
     base = small_model()
@@ -117,6 +125,36 @@ def test_wrong_base_is_refused(make, message, tmp_path):
     with pytest.raises(LRAttnResError, match=message):
         load_routing_adapter(other, tmp_path / "adapter")
     assert all(torch.equal(tensor, state[name]) for name, tensor in other.state_dict().items())
+
+
+@torch.no_grad()
+def test_other_key_rows_are_refused(tmp_path):
+    """Two upgrades of one model with other seeds differ only in the last rows, which emit the keys."""
+    base = small_model("projected_block")
+    save_routing_adapter(base, tmp_path / "adapter")
+    other = copy.deepcopy(base)
+    rank = base.config.depth_key_rank
+    for layer in other.model.layers:
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            assert len(weight) == base.config.hidden_size + rank
+            weight[-rank:] = torch.randn(rank, weight.shape[1])
+    with pytest.raises(LRAttnResError, match="which has other weights than this model"):
+        load_routing_adapter(other, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_an_adapter_has_a_name(name, tmp_path):
+    model = small_model()
+    save_routing_adapter(model, tmp_path / "adapter")
+    with pytest.raises(LRAttnResError, match=f"`name` is {name!r}; give the adapter a name"):
+        load_routing_adapter(model, tmp_path / "adapter", name)
+
+
+def test_a_folder_with_a_model_is_no_adapter(tmp_path):
+    save_routing_adapter(small_model(), tmp_path / "adapter")
+    assert is_adapter(tmp_path / "adapter")
+    (tmp_path / "adapter/config.json").write_text("{}")
+    assert not is_adapter(tmp_path / "adapter")
 
 
 def test_damaged_adapter_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from common import random_tokens
+from common import byte_tokenizer, random_tokens
 from test_upgrade import SIZES, SLICED, generate, pretrained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -131,6 +131,21 @@ def test_tokenizer_chat_template_and_licence_come_along(tmp_path):
     assert "license: apache-2.0" in card and "| upgraded from | small |" in card
 
 
+def test_tokenizer_files_beside_the_file_are_not_read(tmp_path):
+    (tmp_path / "gguf").mkdir()
+    path = write_gguf(tmp_path / "gguf/small.gguf", pretrained(), "llama")
+    expected = gguf_source.GGUFModel(path).tokenizer()
+    byte_tokenizer().save_pretrained(path.parent)
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in path.parent.iterdir()}
+    link = tmp_path / "link.gguf"
+    link.symlink_to(path)
+    for source in (path, link):
+        tokenizer = gguf_source.GGUFModel(source).tokenizer()
+        assert tokenizer.get_vocab() == expected.get_vocab()
+        assert tokenizer("abcab")["input_ids"] == [4, 3] and tokenizer.eos_token_id == 6
+        assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED = {
     "linear": ({"rope_type": "linear", "factor": 4.0}, {}),
@@ -198,6 +213,38 @@ def test_what_differs_is_named(tmp_path):
         load_upgraded("absent.gguf")
     with pytest.raises(LRAttnResError, match="`revision` goes with a Hub repository"):
         load_upgraded(tmp_path / "model.gguf", revision="main")
+
+
+REFUSED_ROPE = [
+    ("`rope.scaling.factor` is 4.0", {"scaling.factor": 4.0}),
+    ("`rope.scale_linear` is 2.0", {"scale_linear": 2.0}),
+    ("`rope.scaling.attn_factor` is 0.5", {"scaling.type": "linear", "scaling.attn_factor": 0.5}),
+    ("`rope.scaling.yarn_beta_fast` is 16.0", {"scaling.type": "yarn", "scaling.yarn_beta_fast": 16.0}),
+    ("`rope.scaling.yarn_log_multiplier` is 1.0", {"scaling.type": "yarn", "scaling.yarn_log_multiplier": 1.0}),
+    ("`rope.freq_base_swa` is 10000.0", {"freq_base_swa": 1e4}),
+    ("`rope.scaling.original_context_length` is None", {"scaling.type": "yarn", "scaling.factor": 4.0}),
+    ("is 'linear' and the file has rope_freqs.weight", {"scaling.type": "linear", "scaling.factor": 4.0}),
+    ("is 'yarn' and the file has rope_freqs.weight", {"scaling.type": "yarn"}),
+]
+
+
+@pytest.mark.parametrize("message, rope", REFUSED_ROPE, ids=[row[0] for row in REFUSED_ROPE])
+def test_rope_that_would_be_lost_is_refused(message, rope, tmp_path):
+    fields = {f"llama.rope.{name}": value for name, value in rope.items()}
+    if "rope_freqs" in message:
+        fields["rope_freqs.weight"] = np.full(4, 2.0, np.float32)
+    path = write_gguf(tmp_path / "model.gguf", pretrained(), "llama", **fields)
+    with pytest.raises(LRAttnResError, match=message):
+        gguf_source.GGUFModel(path)
+
+
+def test_rope_fields_that_change_nothing_are_accepted(tmp_path):
+    plain = write_gguf(tmp_path / "plain.gguf", pretrained(), "llama")
+    neutral = {"scale_linear": 1.0, "scaling.factor": 1.0, "scaling.attn_factor": 1.0, "scaling.yarn_beta_fast": 32.0}
+    fields = {f"llama.rope.{name}": value for name, value in neutral.items()}
+    path = write_gguf(tmp_path / "neutral.gguf", pretrained(), "llama", **fields)
+    expected = gguf_source.GGUFModel(plain).config.rope_parameters
+    assert gguf_source.GGUFModel(path).config.rope_parameters == expected
 
 
 def test_other_architectures_are_refused_by_name(tmp_path):
