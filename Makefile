@@ -54,15 +54,13 @@ outputs/vllm/.installed: setup.py constraints-vllm.txt
 	outputs/vllm/bin/pip install --quiet --constraint constraints-vllm.txt --editable .
 	touch $@
 
-# Quantised weights, exported programs and DeepSpeed on a CPU, in an environment of its own in outputs/backends.
+# Quantised weights and exported programs on a CPU, in an environment of its own in outputs/backends.
 test-backends: outputs/backends/.installed
 	outputs/backends/bin/python -m pytest -x tests/other_backends.py
 
-# DeepSpeed is built from source, with the torch that is installed.
 outputs/backends/.installed: setup.py constraints-backends.txt
 	$(PYTHON) -m venv outputs/backends
 	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt torch setuptools wheel pytest
-	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt --no-build-isolation deepspeed
 	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt --editable ".[backends]"
 	touch $@
 

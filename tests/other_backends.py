@@ -1,18 +1,16 @@
-"""Quantised weights, exported programs and DeepSpeed. `make test-backends` runs this file.
+"""Quantised weights and exported programs. `make test-backends` runs this file.
 
 Not run by default: the packages need an environment of their own. They are imported inside the functions, so that
 tests/compatibility.py can collect this file without them.
 """
 
-import os
 from pathlib import Path
 
-import processes
 import pytest
 import torch
-from common import ONE_OF_EACH, VARIANTS, random_tokens, small_config, small_model
+from common import VARIANTS, random_tokens, small_config, small_model
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from lr_attnres import LRAttnResForCausalLM
 
@@ -125,66 +123,3 @@ def test_executorch(variant):
     program = Runtime.get().load_program(to_edge_transform_and_lower(exported).to_executorch().buffer)
     (logits,) = program.load_method("forward").execute([input_ids])
     torch.testing.assert_close(logits, model(input_ids).logits, **FLOAT32)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed(stage, tmp_path):
-    assert processes.run(train_all, tmp_path / "alone", None) == [0]
-    assert processes.run(train_all, tmp_path / "zero", stage, processes=2, DS_ACCELERATOR="cpu") == [0, 0]
-    for variant in ONE_OF_EACH:
-        alone, zero = tmp_path / "alone" / variant, tmp_path / "zero" / variant
-        torch.testing.assert_close(torch.load(zero / "losses.pt"), torch.load(alone / "losses.pt"), **FLOAT32)
-        models = [LRAttnResForCausalLM.from_pretrained(folder) for folder in (zero, alone)]
-        for trained, expected in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(trained, expected, **FLOAT32)
-
-
-def train_all(folder: Path, stage: int | None) -> None:
-    for variant in ONE_OF_EACH:
-        train_with_deepspeed(variant, folder / variant, stage)
-
-
-def deepspeed_on_cpu() -> None:
-    """Accelerate offers DeepSpeed only beside an accelerator; behind that check the same code runs on gloo."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-    os.environ["ACCELERATE_USE_CPU"] = "false"
-
-
-def train_with_deepspeed(variant: str, folder: Path, stage: int | None) -> None:
-    if stage is not None:
-        deepspeed_on_cpu()
-    torch.manual_seed(0)
-    model, rows = small_model(variant).train(), random_tokens(16, 9)
-    zero = {"stage": stage}
-    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 2}
-    # torch's AdamW: that of DeepSpeed for CPUs is compiled at its first use.
-    config |= {
-        "gradient_clipping": "auto",
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
-    arguments = TrainingArguments(
-        str(folder),
-        max_steps=4,
-        per_device_train_batch_size=4 if stage is None else 2,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=stage is None,
-        deepspeed=None if stage is None else config,
-    )
-    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
-    trainer.train()
-    if stage is not None:
-        assert trainer.accelerator.num_processes == 2
-        assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
-        assert trainer.model_wrapped.zero_optimization_stage() == stage
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-        torch.save(torch.tensor(losses), folder / "losses.pt")
