@@ -175,6 +175,9 @@ class LRAttnResConfig(PreTrainedConfig):
 
     def _check_unknown(self, unknown: dict[str, Any]) -> None:
         """Transformers keeps unknown fields: refuse those that it would trip over, and misspelt ones of ours."""
+        attention = unknown.get("attn_implementation")
+        if isinstance(attention, str) and attention.startswith((".", "/", "~")):  # else taken for a kernel on the Hub
+            raise ValueError(f"`attn_implementation` is {attention!r}, a path; give a name such as 'sdpa' or 'eager'.")
         known = [field.name for field in dataclasses.fields(self)]
         for name, value in unknown.items():
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)

@@ -72,6 +72,7 @@ BAD_FIELDS = [
     ({"num_kv_shared_layers": 1}, "num_kv_shared_layers", "1", "leave it out"),
     ({"layer_types": ["sliding_attention"] * 24}, "layer_types", "sliding_attention", "full_attention"),
     ({"is_causal": 1}, "is_causal", "1", "leave it out"),
+    ({"attn_implementation": "../x"}, "attn_implementation", "../x", "such as 'sdpa'"),
     ({"is_encoder_decoder": True}, "is_encoder_decoder", "True", "leave it out"),
     ({"experts_implementation": "eager"}, "experts_implementation", "eager", "leave it out"),
     ({"layer_types": 5}, "layer_types", "5", "list"),
