@@ -39,7 +39,7 @@ def doctor(quick: bool = False, interpret: bool = False, output: str | os.PathLi
 
     Args:
         quick: under a minute: no compiled reads, fewer and shorter timings.
-        interpret: also run the Triton kernels on the CPU, under Triton's interpreter; about a minute.
+        interpret: also run the Triton kernels on the CPU, under Triton's interpreter; one or two minutes.
         output: a JSON file with everything that was found.
     """
     report: dict[str, Any] = {"environment": environment()}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..configuration_lr_attnres import LRAttnResConfig
-from ..depth_routing import DepthSite, depth_logits, depth_rms_norm, naive_depth_read
+from ..depth_routing import DepthSite, depth_logits, depth_rms_norm, naive_depth_read, split_heads
 from ..depth_state import DepthBank, DepthState, KernelBank, emit, normalizes_emitted_keys, read_site, write_source
 from ..modeling_lr_attnres import DEPTH_BACKENDS
 from ..variants import variant_fields
@@ -32,7 +32,8 @@ class Check(NamedTuple):
 # and a gradient is a difference of dot products with rounded hidden states: some 4 roundings of 2^-9 in bfloat16. A
 # wrong source or a wrong weight gives an error of order 1.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}
-VARIANTS = ("attnres-n3", "projected-full-r5", "projected-n3-r5", "sliced-full-r5", "sliced-n3-r5")
+HEADS = ("attnres-full-h2", "projected-full-r12-h2", "projected-n3-r16-h2", "sliced-n3-r10-h2")
+VARIANTS = (*HEADS, "attnres-n3", "projected-full-r5", "projected-n3-r5", "sliced-full-r5", "sliced-n3-r5")
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"variants": VARIANTS, "layers": 3, "hidden_size": 80, "tokens": (2, 7)},
     "paper": {"variants": ("projected-n8-r32", "sliced-n8-r64"), "layers": 24, "hidden_size": 1024, "tokens": (1, 32)},
@@ -94,16 +95,25 @@ def torch_read(
     config: Any, outputs: torch.Tensor, queries: torch.Tensor, backend: str = "torch"
 ) -> list[torch.Tensor]:
     """What a model does: outputs [M + 1, B, T, D or D + R], the embedding first -> M hidden states [B, T, D]."""
-    rank, floor = config.depth_key_rank, queries.new_full((), math.sqrt(config.depth_key_rank * config.rms_norm_eps))
-    queries = queries * math.sqrt(rank)
+    scaled, floor = scaled_queries(config, queries)
     embedding, *emitted = (emit(config, *parts(config, output)) for output in outputs)
-    logits = depth_logits(embedding[-1][..., -rank:], queries, floor)
-    state, hidden = DepthState(queries, floor, values=(embedding[0],), logits=(logits,)), []
+    value, key = (
+        split_heads(part, config.depth_heads) for part in (embedding[0], embedding[-1][..., -config.depth_key_rank :])
+    )
+    logits = depth_logits(key, scaled, floor)
+    state, hidden = DepthState(scaled, floor, values=(value,), logits=(logits,)), []
     for site, output in zip(DepthSite.schedule(len(emitted), config.num_depth_blocks), emitted):
         state, newest = write_source(state, output, site, config)
         read, state = read_site(state, newest, site, outputs.dtype, *DEPTH_BACKENDS[backend])
         hidden.append(read)
     return hidden
+
+
+def scaled_queries(config: LRAttnResConfig, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The queries of each head, and the floor of the key norm, as for `depth_logits`."""
+    queries = split_heads(queries, config.depth_heads)
+    width = queries.shape[-1]
+    return queries * math.sqrt(width), queries.new_full((), math.sqrt(width * config.rms_norm_eps))
 
 
 def triton_read(config: Any, outputs: torch.Tensor, queries: torch.Tensor) -> list[torch.Tensor]:
@@ -116,17 +126,20 @@ def parts(config: LRAttnResConfig, output: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def naive_read(config: LRAttnResConfig, outputs: torch.Tensor, queries: torch.Tensor) -> list[torch.Tensor]:
-    """The same, each site from its definition."""
+    """The same, each site and head from its definition."""
     sources, hidden, rank, eps = [parts(config, outputs[0])], [], config.depth_key_rank, config.rms_norm_eps
+    heads = config.depth_heads
     for site in DepthSite.schedule(len(queries), config.num_depth_blocks):
         value, *key = parts(config, outputs[site.index])
         if normalizes_emitted_keys(config):
-            key = [depth_rms_norm(key[0], eps)]
+            key = [torch.cat([depth_rms_norm(part, eps) for part in key[0].chunk(heads, -1)], dim=-1)]
         if site.num_in_block > 1:
             value, *key = (total + part for total, part in zip(sources.pop(), (value, *key)))
         sources.append((value, *key))
-        keys = [source[-1][..., -rank:] for source in sources]
-        hidden.append(naive_depth_read([source[0] for source in sources], keys, queries[site.index - 1], eps))
+        values = zip(*(source[0].chunk(heads, -1) for source in sources))
+        keys = zip(*(source[-1][..., -rank:].chunk(heads, -1) for source in sources))
+        reads = zip(values, keys, queries[site.index - 1].chunk(heads))
+        hidden.append(torch.cat([naive_depth_read(list(v), list(k), query, eps) for v, k, query in reads], dim=-1))
     return hidden
 
 
@@ -139,9 +152,7 @@ def step_read(config: LRAttnResConfig, outputs: torch.Tensor, queries: torch.Ten
     if backend == "triton":
         bank: DepthBank = KernelBank(*start, queries)
     else:
-        rank = config.depth_key_rank
-        floor = queries.new_full((), math.sqrt(rank * config.rms_norm_eps))
-        bank = DepthBank(*start, queries * math.sqrt(rank), floor)
+        bank = DepthBank(*start, *scaled_queries(config, queries))
     return torch.stack([bank.read(site, outputs[site.index, :, :1], outputs.dtype)[0] for site in schedule])
 
 
