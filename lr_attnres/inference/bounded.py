@@ -198,7 +198,11 @@ class BoundedManager(CBGenerateManager):
         self, model: Any, processor: Any, inputs: dict, gen_config: Any, request_id: str
     ) -> Any:
         self.admit(model, processor, inputs, gen_config)  # nothing is awaited before the request is added
-        answer, *rest = await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        try:
+            answer, *rest = await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        except asyncio.CancelledError:
+            self._cb.cancel_request(request_id)
+            raise
         return cut(answer, gen_config.stop_strings), *rest
 
     def stop(self) -> None:
@@ -228,6 +232,40 @@ async def cut_pieces(pieces: asyncio.Queue, texts: list[str]) -> AsyncIterator[A
 
 
 # The server
+
+
+class EndsWithItsClient:
+    """Cancels the work for a client that has left. Starlette does that for streams alone."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        body_was_read = asyncio.Event()
+
+        async def receive_body() -> Any:
+            message = await receive()
+            if not message.get("more_body"):
+                body_was_read.set()
+            return message
+
+        async def end_with_client() -> None:
+            await body_was_read.wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            work.cancel()
+
+        work = asyncio.create_task(self.app(scope, receive_body, send))
+        watcher = asyncio.create_task(end_with_client())
+        try:
+            await asyncio.wait([work])
+        finally:
+            watcher.cancel()
+            work.cancel()
+        if not work.cancelled():
+            work.result()
 
 
 class ServedModel(ModelManager):
@@ -285,4 +323,5 @@ def make_app(
             return error_answer(413, f"the body has {int(length):,} bytes; the limit is {limit:,}.")
         return await call_next(request)
 
+    app.add_middleware(EndsWithItsClient)
     return app, state

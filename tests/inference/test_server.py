@@ -22,7 +22,7 @@ import pytest
 import torch
 import uvicorn
 from common import ONE_OF_EACH, byte_tokenizer, save_text_model, small_model
-from openai import APIStatusError, BadRequestError, OpenAI
+from openai import APIStatusError, APITimeoutError, BadRequestError, OpenAI
 from safetensors.torch import load_file, save_file
 from test_snippets import ROOT, snippets
 
@@ -263,6 +263,29 @@ def test_clients_with_one_request_id(client, model):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(ask, ["One", "Two"])) == [greedy(model, "One", 12), greedy(model, "Two", 12)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_answer_of_a_client_that_leaves_is_not_continued(stream, client, monkeypatch):
+    lengths = []
+
+    def slow(answer, tokens):
+        time.sleep(0.05)
+        lengths.append(len(tokens))
+        return False
+
+    monkeypatch.setattr(Answer, "is_over", slow)
+    request = {"model": "m", "prompt": "a", "max_tokens": 100, "temperature": 0, "stream": stream}
+    if stream:
+        with client.completions.create(**request) as pieces:
+            next(iter(pieces))
+    else:
+        with pytest.raises(APITimeoutError):
+            client.with_options(timeout=0.5).completions.create(**request)
+    time.sleep(1)  # until the server knows; the whole answer takes five seconds
+    length = len(lengths)
+    time.sleep(0.5)
+    assert 0 < len(lengths) == length < 100
 
 
 def test_the_generation_config_of_the_model_is_followed(model):
