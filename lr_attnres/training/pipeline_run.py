@@ -198,8 +198,8 @@ class PipelinedRun(Run):
 
 def check_processes(args: TrainArguments, num_processes: int, kind: DistributedType) -> None:
     if num_processes % args.pipeline_stages or num_processes == 1:
-        advice = f"launch a multiple of {args.pipeline_stages} (`torchrun --nproc-per-node`; on CPUs ACCELERATE_USE_CPU=true)"
         found = f"`pipeline_stages` is {args.pipeline_stages}, the number of processes {num_processes}"
+        advice = "launch a multiple of it with `torchrun --nproc-per-node` (on CPUs with ACCELERATE_USE_CPU=true)"
         raise LRAttnResError(f"{found}: {advice}.")
     if kind == DistributedType.FSDP:
         raise LRAttnResError("`pipeline_stages` does not go with FSDP in `train`: launch without it (DDP).")
