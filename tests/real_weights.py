@@ -75,7 +75,7 @@ def test_queries_learn_and_are_swapped(upgraded, tmp_path):
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.02
     save_routing_adapter(model, tmp_path / "adapter")
-    assert sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir()) < 25_000
+    assert sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir()) < 30_000
     with torch.no_grad():
         adapted = model(**inputs).logits
         fresh = LRAttnResForCausalLM.from_pretrained(upgraded)
