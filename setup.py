@@ -10,9 +10,9 @@ GGUF = ["gguf>=0.19"]  # `upgrade` of a GGUF file
 HUB = ["tiktoken>=0.14"]  # the ranks of cl100k_base; `push` needs nothing beyond huggingface_hub
 # The others without a version: what Transformers asks for.
 SERVE = ["transformers[serving]>=5.20", "fastapi", "jinja2", "uvicorn"]
-EVAL = ["lm_eval[hf]>=0.4.13", "datasets>=5.2"]
+EVAL = ["lm_eval[hf]>=0.4.13", "datasets>=5.0"]
 # Without a version: what Transformers, the Hub client or `datasets` asks for.
-DATA = ["datasets>=5.2", "filelock", "numpy", "pyarrow"]
+DATA = ["datasets>=5.0", "filelock", "numpy", "pyarrow"]
 FIGURES = ["matplotlib>=3.10", "numpy"]
 ANALYSIS = [*FIGURES, *DATA]
 EXPLORE = [*FIGURES, "gradio>=6.31,<7"]

@@ -231,9 +231,11 @@ class DepthBank:
         if self.heads == 1:
             contents, columns, logits = contents.squeeze(3), columns.squeeze(1), logits.squeeze(1)
         self.rows = [*map(BankRow, contents, columns[..., :-1, :], columns, logits)]
-        if self.adds_normalized_keys:
-            values, keys = contents.split([self.value_size, self.key_size], dim=-1)
-            self.value_rows, self.key_rows = values.unbind(0), keys.unbind(0)
+        if self.adds_normalized_keys:  # a value is divided by 1, a key by its norm
+            assert self.floor is not None
+            self.divisor = contents.new_ones(contents.shape[1:])
+            self.key_divisor = self.divisor[..., self.value_size :]
+            self.floors = self.floor.expand(self.key_size)
         self.norm_dim = None if len(self.bank) == 1 else -2  # over all is faster than over one dimension
         self.site_logits = self.logits.unbind(0)
 
@@ -267,10 +269,12 @@ class DepthBank:
         """Add an output, value or in `projected` value and key, to a row, and compute its logits for all sites."""
         content, key, key_and_floor, logits = self.rows[index]
         if self.adds_normalized_keys:
-            value, new_key = map(self.by_head, output.split(self.config.hidden_size, dim=-1))
-            self.value_rows[index].add_(value)
+            if self.heads > 1:
+                output = self.join_by_head(output.split(self.config.hidden_size, dim=-1))
+            new_key = output.narrow(-1, self.value_size, self.key_size)
             norm = torch.linalg.vector_norm(new_key, dim=-1, keepdim=True, dtype=content.dtype)
-            self.key_rows[index].addcdiv_(new_key, norm.hypot_(self.floor))
+            torch.hypot(norm, self.floors, out=self.key_divisor)
+            content.addcdiv_(output, self.divisor)
         elif self.heads == 1 and output.shape[-1] == content.shape[-1]:
             content.add_(output)
         else:
@@ -286,12 +290,11 @@ class DepthBank:
         emitted = emit(self.config, *output.split(self.config.hidden_size, dim=-1))
         if self.heads == 1:
             return torch.cat(emitted, dim=-1)
-        key = emitted[-1][..., -self.config.depth_key_rank :]
-        return torch.cat([self.by_head(emitted[0]), self.by_head(key)], dim=-1)
+        return self.join_by_head((emitted[0], emitted[-1][..., -self.config.depth_key_rank :]))
 
-    def by_head(self, part: torch.Tensor) -> torch.Tensor:
-        """[B, T, size] -> [B, T, H, size / H]; unchanged for one head."""
-        return part if self.heads == 1 else part.view(*self.shape, self.heads, -1)
+    def join_by_head(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A value [B, T, D] and its key [B, T, R] -> [B, T, H, D / H + R / H]."""
+        return torch.cat([part.view(*self.shape, self.heads, -1) for part in parts], dim=-1)
 
     # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
 

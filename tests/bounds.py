@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "outputs/bounds"
 EXTRAS = ("train", "hub", "analysis", "finetune")  # `serve` needs a newer Transformers than the package
 TEST_PACKAGES = ("pytest", "optimum-quanto")
-TESTS = ("configuration_lr_attnres", "modeling_lr_attnres", "generation", "saving", "upgrade", "trainer", "peft")
+TESTS = ("test_configuration_lr_attnres", "test_modeling_lr_attnres", "test_generation", "test_saving")
+TESTS += ("folders/test_upgrade", "test_trainer", "test_peft")
 COMMANDS = (
     "--version",
     "cost --paper",
@@ -49,7 +50,7 @@ def main(names: list[str]) -> None:
         install(OUTPUT / name, wheel, pins[name])
         run_commands(OUTPUT / name)
         # `pytest`, not `python -m pytest`, which would put the repository before the wheel.
-        run([OUTPUT / name / "bin/pytest", *(f"{ROOT}/tests/test_{module}.py" for module in TESTS)])
+        run([OUTPUT / name / "bin/pytest", *(f"{ROOT}/tests/{module}.py" for module in TESTS)])
 
 
 def build_wheel() -> Path:
