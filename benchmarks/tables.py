@@ -78,6 +78,34 @@ def decode() -> list[str]:
     return table(columns, rows=["standard", COPY, *(row for row in ROWS if row != "standard")])
 
 
+def parts_train_step() -> list[str]:
+    return parts("train_step")
+
+
+def parts_prefill() -> list[str]:
+    return parts("prefill")
+
+
+def parts_decode() -> list[str]:
+    return parts("decode", steps=4)
+
+
+def parts(name: str, steps: int = 1) -> list[str]:
+    """Milliseconds of a step, by kind of module."""
+    rows = load("parts").get("milliseconds", {}).get(name, {})
+    kinds = list(next(iter(rows.values()), {}))
+    return table({kind: {row: rows[row][kind] / steps for row in rows} for kind in kinds}, digits=2)
+
+
+def compile_time() -> list[str]:
+    columns: Columns = {}
+    for row, modes in load("compile_time").get("seconds", {}).items():
+        for mode, numbers in modes.items():
+            columns.setdefault(f"{mode}, first", {})[row] = numbers["first"]
+            columns.setdefault(f"{mode}, later", {})[row] = numbers["later"]
+    return table(columns, digits=2)
+
+
 def serving() -> list[str]:
     """Many clients at once: tokens per second, and the 95th percentile of the time to the first token."""
     report = load("serving")
@@ -184,7 +212,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     make.__name__: make
     for make in (
         *(train_step, prefill, decode, serving, depth_read, source_reads, memory, kernels, overhead),
-        *(gpu_bytes, gpu_launches, gpu_overhead),
+        *(gpu_bytes, gpu_launches, gpu_overhead, compile_time, parts_train_step, parts_prefill, parts_decode),
     )
 }
 
