@@ -130,9 +130,9 @@ def test_executorch(variant):
 
 def launch_deepspeed(function, *arguments, stage: int = 2) -> None:
     """On two processes, with the environment that `accelerate launch --use_deepspeed` sets."""
-    settings = {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": str(stage), "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
-    environment = {f"ACCELERATE_{name}": value for name, value in settings.items()}
-    environment |= {"ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cpu"}  # Accelerate has no DeepSpeed with `use_cpu`
+    settings = {"USE_CPU": "false", "USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": str(stage)}
+    settings |= {"DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
+    environment = {f"ACCELERATE_{name}": value for name, value in settings.items()} | {"DS_ACCELERATOR": "cpu"}
     assert processes.run(function, *arguments, processes=2, **environment) == [0, 0]
 
 
