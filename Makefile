@@ -54,13 +54,17 @@ outputs/vllm/.installed: setup.py constraints-vllm.txt
 	outputs/vllm/bin/pip install --quiet --constraint constraints-vllm.txt --editable .
 	touch $@
 
-# Quantised weights and exported programs on a CPU, in an environment of its own in outputs/backends.
+# Quantised weights, exported programs and DeepSpeed on a CPU, in an environment of its own in outputs/backends.
 test-backends: outputs/backends/.installed
 	outputs/backends/bin/python -m pytest -x tests/other_backends.py
 
+# DeepSpeed is built with the torch that is installed. Its operator for CPUs would else be compiled at its first use,
+# under a lock file: a run that is stopped meanwhile leaves the file, and all later runs wait for it.
 outputs/backends/.installed: setup.py constraints-backends.txt
 	$(PYTHON) -m venv outputs/backends
 	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt torch setuptools wheel pytest
+	DS_ACCELERATOR=cpu DS_BUILD_SHM_COMM=1 \
+	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt --no-build-isolation deepspeed
 	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt --editable ".[backends]"
 	touch $@
 

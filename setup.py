@@ -18,7 +18,7 @@ ANALYSIS = [*FIGURES, *DATA]
 EXPLORE = [*FIGURES, "gradio>=6.31,<7"]
 TRAIN = ["accelerate>=1.15", *DATA]
 FINETUNE = [*TRAIN, "peft>=0.21", "trl>=1.16"]
-BACKENDS = ["bitsandbytes>=0.50", "executorch>=1.5", "onnxruntime>=1.31", "onnxscript>=0.7"]
+BACKENDS = ["bitsandbytes>=0.50", "deepspeed>=0.19", "executorch>=1.5", "onnxruntime>=1.31", "onnxscript>=0.7"]
 BACKENDS += ["torchao>=0.18", *TRAIN]
 BROWSER = ["playwright>=1.60"]
 TEST = [

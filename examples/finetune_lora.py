@@ -46,6 +46,7 @@ def main() -> None:
         warmup_steps=max(1, arguments.steps // 10),
         bf16=torch.cuda.is_available(),
         logging_steps=max(1, arguments.steps // 10),
+        eval_on_start=True,  # DeepSpeed's ZeRO 1 and 2 cannot evaluate before they train
         save_strategy="no",
         report_to="none",
     )
@@ -80,9 +81,9 @@ def main() -> None:
         train_dataset=PackedTokens(data, "train"),
         eval_dataset=PackedTokens(data, "validation"),
     )
-    before = trainer.evaluate()["eval_loss"]
     trainer.train()
-    after = trainer.evaluate()["eval_loss"]
+    trainer.evaluate()
+    before, after = [record["eval_loss"] for record in trainer.state.log_history if "eval_loss" in record]
     trainer.save_model(arguments.output / "adapter")
     if trainer.is_world_process_zero():
         print(f"validation loss {before:.3f} -> {after:.3f}")

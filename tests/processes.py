@@ -61,7 +61,7 @@ def run(function, *arguments, processes: int = 1, **environment: str) -> list[in
     """Call a function in new processes, joined over gloo if they are several; returns their exit codes."""
     if processes > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
-        environment |= address | {"ACCELERATE_USE_CPU": "true"}
+        environment = address | {"ACCELERATE_USE_CPU": "true"} | environment
     started = []
     for rank in range(processes):
         mine = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
