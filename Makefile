@@ -64,7 +64,7 @@ outputs/backends/.installed: setup.py constraints-backends.txt
 	$(PYTHON) -m venv outputs/backends
 	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt torch setuptools wheel pytest
 	DS_ACCELERATOR=cpu DS_BUILD_SHM_COMM=1 \
-	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt --no-build-isolation deepspeed
+	outputs/backends/bin/pip install --quiet --no-cache-dir --constraint constraints-backends.txt --no-build-isolation deepspeed
 	outputs/backends/bin/pip install --quiet --constraint constraints-backends.txt --editable ".[backends]"
 	touch $@
 

@@ -52,7 +52,7 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13",
-        "transformers>=5.10,<6",
+        "transformers>=5.15,<6",
         "huggingface_hub>=1.5",
         "safetensors>=0.8",
         "PyYAML",
