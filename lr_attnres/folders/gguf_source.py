@@ -30,6 +30,7 @@ from .clean_process import probe_logits
 logger = logging.get_logger(__name__)
 
 REMOTE_FILE = re.compile(rf"({REPO_ID.pattern}):(.+\.gguf)")
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3: divisors of the frequencies
 # The values with which the other fields of RoPE change nothing; an unknown field has none.
 NEUTRAL_ROPE = {
@@ -86,6 +87,10 @@ class GGUFModel:
         self.dequantize = gguf.dequantize
         try:
             reader = gguf.GGUFReader(self.path)
+        except UNREADABLE as error:
+            cause = "it is damaged, cut short or no GGUF file"
+            raise LRAttnResError(f"{self.path} cannot be used, because {cause}: {one_line(error)}") from error
+        try:
             self.fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer." not in name}
             if (parts := self.fields.get("split.count", 1)) > 1:
                 advice = "merge them with `llama-gguf-split --merge` first"
@@ -120,7 +125,7 @@ class GGUFModel:
 
     def _is_other(self) -> bool:
         """Whether the layers are not Llama's; the upgrade refuses such a model by its type."""
-        return "blk.0.attn_q.weight" not in self.tensor_of
+        return self.fields["general.architecture"] not in LIKE_LLAMA
 
     def _field(self, name: str, default: Any = None) -> Any:
         return self.fields.get(f"{self.fields['general.architecture']}.{name}", default)

@@ -97,6 +97,9 @@ class StageModule(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """`input_ids`, or what the stage before returned -> what the next stage takes; logits or loss at the end."""
         state: Any = DepthState()
+        for tensor in inputs:
+            if tensor.requires_grad:  # gradients are sent, which takes contiguous tensors
+                tensor.register_hook(torch.Tensor.contiguous)
         if self.is_first:
             hidden_states = self.model.embed_tokens(inputs[0])
             state = self.model.start_depth_state(hidden_states, may_use_bank=False)

@@ -87,6 +87,20 @@ def test_cuts_inside_a_block_and_inside_a_group():
     assert any(site.num_mixed > 1 and not site.opens_group for site in cuts)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_contiguous_where_they_are_sent(variant):
+    """PyTorch makes the buffers that receive gradients from those of a first backward; gloo takes no others."""
+    passed: tuple[torch.Tensor, ...] = (random_tokens(2, LENGTH),)
+    model = small_model(variant, num_hidden_layers=5, num_depth_blocks=7)  # the last stage reads most sources once
+    for index in range(5):
+        inputs = [tensor.detach().requires_grad_(index > 0) for tensor in passed]
+        output = pipeline_stage(model, index, 5)(*inputs)
+        passed = output if isinstance(output, tuple) else (output,)
+        if index > 0:
+            gradients = torch.autograd.grad(sum(part.sum() for part in passed), inputs, allow_unused=True)
+            assert all(gradient is None or gradient.is_contiguous() for gradient in gradients)
+
+
 def test_the_chunked_loss_of_the_last_stage():
     input_ids = random_tokens(2, LENGTH)
     model = small_model()
