@@ -1,7 +1,7 @@
 """Register the model with Transformers' Auto classes as soon as Transformers is imported.
 
 `import lr_attnres` must not import Transformers, which takes seconds. So a finder on `sys.meta_path` registers the
-classes right after the module of the Auto classes has been imported.
+classes once the Auto classes have been imported.
 """
 
 import sys
@@ -44,13 +44,17 @@ def register() -> None:
 
 
 class RegisterAfterImport(MetaPathFinder):
+    """Watches the imports of Transformers' modules and of our own two. Our modeling file imports half of Transformers:
+    where the Auto classes are imported from inside another module, as `transformers.modeling_layers` does, that module
+    must be complete first."""
+
     def __init__(self) -> None:
-        self.imported = {name for name in (AUTO_CONFIG, AUTO_MODELS) if name in sys.modules}
+        self.running: set[str] = set()  # modules that are being executed now, one inside the other
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in (AUTO_CONFIG, AUTO_MODELS, CONFIG, MODELS):
+        if not fullname.startswith("transformers.") and fullname not in (CONFIG, MODELS):
             return None
         later_finders = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(fullname, path, target) for finder in later_finders)
@@ -60,19 +64,25 @@ class RegisterAfterImport(MetaPathFinder):
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            self.imported.add(fullname)
+            self.running.add(fullname)
+            try:
+                execute(module)
+            finally:
+                self.running.discard(fullname)
             self.register()
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
     def register(self) -> None:
-        for auto, own, register in ((AUTO_CONFIG, CONFIG, register_config), (AUTO_MODELS, MODELS, register_models)):
-            # Our modeling file imports the Auto classes itself, before it defines the classes to register.
-            own_is_incomplete = own in sys.modules and own not in self.imported
-            if auto in self.imported and not own_is_incomplete:
-                register()
+        if self.running or self not in sys.meta_path:
+            return
+        if AUTO_MODELS in sys.modules:
+            sys.meta_path.remove(self)  # first, because registering imports our own modules
+            register_config()
+            register_models()
+        elif AUTO_CONFIG in sys.modules:
+            register_config()
 
 
 def register_when_imported() -> None:

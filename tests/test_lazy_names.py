@@ -65,6 +65,8 @@ def test_type_checkers_see_the_same_names():
 ORDERS = {
     "lr_attnres first": "import lr_attnres; import transformers",
     "transformers first": "import transformers; transformers.AutoModel, transformers.AutoConfig; import lr_attnres",
+    # `transformers.modeling_layers` imports the Auto classes before it defines what our modeling file imports from it.
+    "another model first": "import lr_attnres; from transformers import Qwen3ForCausalLM; import transformers",
     "modeling file first": "from lr_attnres.modeling_lr_attnres import LRAttnResModel; import transformers",
 }
 USE_AUTO_CLASSES = """
