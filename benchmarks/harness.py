@@ -154,6 +154,8 @@ def interleave(timers: dict[str, Callable[[], float]], repeats: int) -> dict[str
     for repeat in range(repeats + 1):
         for row in random.Random(repeat).sample(list(timers), len(timers)):
             times[row].append(timers[row]())
+        if repeat == 0:
+            print("warm: timing starts", file=sys.stderr, flush=True)
     return {row: min(times[row][1:]) for row in timers}
 
 
