@@ -59,8 +59,12 @@ def ratios(name: str, mode: str) -> dict[str, float]:
 
 
 def steps(name: str) -> list[str]:
-    columns = {mode: ratios(name, mode) for mode in ("eager", "compiled")}
-    return table(columns, rows=["standard", COPY, *(row for row in ROWS if row != "standard")])
+    return table_of_ratios({mode: ratios(name, mode) for mode in ("eager", "compiled")})
+
+
+def table_of_ratios(columns: Columns) -> list[str]:
+    others = [row for column in columns.values() for row in column]  # variants beyond `ROWS`
+    return table(columns, rows=list(dict.fromkeys(["standard", COPY, *ROWS, *others])))
 
 
 def train_step() -> list[str]:
@@ -74,8 +78,7 @@ def prefill() -> list[str]:
 def decode() -> list[str]:
     reports = {1: "decode", 8: "decode_batch8", 32: "decode_batch32"}  # sequences in a step
     modes = ("eager", "compiled")
-    columns = {f"{mode}, {batch}": ratios(name, mode) for mode in modes for batch, name in reports.items()}
-    return table(columns, rows=["standard", COPY, *(row for row in ROWS if row != "standard")])
+    return table_of_ratios({f"{mode}, {n}": ratios(name, mode) for mode in modes for n, name in reports.items()})
 
 
 def parts_train_step() -> list[str]:
