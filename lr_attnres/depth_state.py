@@ -174,25 +174,25 @@ def site_weights(state: DepthState, partial_source: Source | None, site: DepthSi
 
 
 class BankRow(NamedTuple):
-    """Views of one row of a `DepthBank`."""
+    """Views of one row of a `DepthBank`. With depth heads, keys and logits have the axis H."""
 
-    content: torch.Tensor  # [B, T, D], or [B, T, D + R] with a separate key; with heads [B, T, H, D / H + R / H]
-    key: torch.Tensor  # [R, BT] or [H, R / H, BT]
-    key_and_floor: torch.Tensor  # [R + 1, BT] or [H, R / H + 1, BT]
+    value: torch.Tensor  # [B, T, D]
+    key: torch.Tensor  # [B, T, R] or [B, T, H, R / H]
+    columns: torch.Tensor  # the key as a factor of the product: [R, BT] or [H, R / H, BT]
     logits: torch.Tensor  # [M, BT] or [H, M, BT]
 
 
 class DepthBank:
-    """The sources of new tokens, in a table that a step of generation writes and reads in place. No gradients. The
+    """The sources of new tokens, in tables that a step of generation writes and reads in place. No gradients. The
     tokens may be of several sequences, one each (T = 1) or packed into one row (B = 1).
 
     Such a step is bound by the number of operations, not by their size. So nothing is grouped and views are made in
     advance: a site adds the output to the row of its block, computes that row's logits for all sites, and takes one
     softmax and one product over all rows.
 
-    One row per source: value [D], its key [R] if `emit` returns one, then the floor of the key norm. The norm of key
-    and floor together is the divisor of `depth_logits`. Logits of rows that are not written yet are -inf. A depth head
-    is like one more sequence of the batch: it has rows of its own, always with a key.
+    A table has one row per source. The keys are the last R coordinates of the values or, in `projected`, have a table
+    of their own. A depth head is a slice of each row, to the product one more sequence. Logits of rows that are not
+    written yet are -inf.
     """
 
     def __init__(
@@ -205,96 +205,89 @@ class DepthBank:
         floor: torch.Tensor | None = None,
     ):
         """embedding [B, T, D], its key [B, T, R] in `projected`; queries and floor as for `depth_logits`."""
-        self.config, self.heads, self.floor = config, config.depth_heads, floor
+        self.config, self.heads = config, config.depth_heads
         self.queries = queries if self.heads == 1 else queries.transpose(0, 1).contiguous()  # [H, M, R / H]
         self.product = torch.mm if self.heads == 1 else torch.bmm
-        self.value_size, self.key_size = config.hidden_size // self.heads, queries.shape[-1]
+        self.shape, self.num_tokens = embedding.shape, embedding.shape[:2].numel()
+        self.sizes = [config.hidden_size, config.depth_key_rank]  # of an output with a key
         self.adds_normalized_keys = normalizes_emitted_keys(config)
-        self.shape, self.num_tokens = embedding.shape[:2], embedding.shape[:2].numel()
-        has_key = self.heads > 1 or embedding_key is not None or len(emit(config, embedding)) == 2
-        width, num_rows = self.value_size + (self.key_size if has_key else 0), self.num_tokens * self.heads
+        self.floor = self.row_floor = floor
+        if self.adds_normalized_keys and floor is not None:  # stored without their factor sqrt(R / H), like the floor
+            self.row_floor = floor / math.sqrt(queries.shape[-1])
         # Outputs are added to rows of zeros. Rows that are not written yet must be finite: 0 * NaN would be NaN.
-        self.bank = queries.new_zeros(num_rows, num_sources, width + 1)
-        if floor is not None:
-            # These keys are stored without their factor sqrt(R), and so is their floor.
-            self.bank[..., -1] = floor / math.sqrt(self.key_size) if self.adds_normalized_keys else floor
-        self.logits = queries.new_full((len(queries), num_rows, 1, num_sources), -math.inf)
+        self.values = queries.new_zeros(num_sources, *embedding.shape)
+        self.keys = None if embedding_key is None else queries.new_zeros(num_sources, *embedding_key.shape)
+        self.logits = queries.new_full((len(queries), self.num_tokens * self.heads, 1, num_sources), -math.inf)
         self.make_views()
         self.write(0, embedding if embedding_key is None else torch.cat([embedding, embedding_key], dim=-1))
 
     def make_views(self) -> None:
-        self.values = self.bank[..., : self.value_size]
-        by_row = self.bank.unflatten(0, (self.num_tokens, self.heads)).permute(2, 1, 3, 0)  # [rows, H, width + 1, BT]
-        columns = by_row[:, :, -1 - self.key_size :]
-        contents = self.bank[..., :-1].unflatten(0, (*self.shape, self.heads)).movedim(3, 0)  # [rows, B, T, H, width]
-        logits = self.logits.unflatten(1, (self.num_tokens, self.heads))[..., 0, :].permute(3, 2, 0, 1)
+        num_sources, key_size = len(self.values), self.config.depth_key_rank // self.heads
+        keys = self.values[..., -self.config.depth_key_rank :] if self.keys is None else self.keys
+        logits = self.logits.view(-1, self.num_tokens, self.heads, num_sources).permute(3, 2, 0, 1)
         if self.heads == 1:
-            contents, columns, logits = contents.squeeze(3), columns.squeeze(1), logits.squeeze(1)
-        self.rows = [*map(BankRow, contents, columns[..., :-1, :], columns, logits)]
-        if self.adds_normalized_keys:  # a value is divided by 1, a key by its norm
-            assert self.floor is not None
-            self.divisor = contents.new_ones(contents.shape[1:])
-            self.key_divisor = self.divisor[..., self.value_size :]
-            self.floors = self.floor.expand(self.key_size)
-        self.norm_dim = None if len(self.bank) == 1 else -2  # over all is faster than over one dimension
-        self.site_logits = self.logits.unbind(0)
+            columns, logits = keys.view(num_sources, self.num_tokens, key_size).transpose(1, 2), logits.squeeze(1)
+        else:
+            columns = keys.view(num_sources, self.num_tokens, self.heads, key_size).permute(0, 2, 3, 1)
+            keys = keys.view(*keys.shape[:-1], self.heads, key_size)
+        self.rows = [*map(BankRow, self.values.unbind(), keys.unbind(), columns.unbind(), logits.unbind())]
+        self.site_logits = self.logits.unbind()
+        # [BT H, rows, D / H]
+        self.values_by_head = self.values.view(num_sources, self.logits.shape[1], -1).transpose(0, 1)
 
     def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
         """Accelerate's hooks call this between layers on different devices."""
-        bank = self.bank.to(device)
-        if bank is self.bank:
+        values = self.values.to(device)
+        if values is self.values:
             return self
         moved = copy(self)
-        moved.bank, moved.queries, moved.logits = bank, self.queries.to(device), self.logits.to(device)
-        moved.floor = None if self.floor is None else self.floor.to(device)
+        moved.values, moved.queries, moved.logits = values, self.queries.to(device), self.logits.to(device)
+        moved.keys, moved.floor, moved.row_floor = (
+            None if tensor is None else tensor.to(device) for tensor in (self.keys, self.floor, self.row_floor)
+        )
         moved.make_views()
         return moved
 
-    def read(self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what sub-layer `site.index` returned, then read -> hidden [B, T, D], weights [B, T, rows] or
-        [B, T, H, rows]."""
+    def read(
+        self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype, output_depth_weights: bool | None = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write what sub-layer `site.index` returned, then read -> hidden [B, T, D] and, if asked for, weights
+        [B, T, S] or [B, T, H, S]."""
         self.write(site.num_sources - 1, output)
-        logits, values = self.site_logits[site.index - 1], self.values
+        logits, values = self.site_logits[site.index - 1], self.values_by_head
         if self.num_tokens > 1:  # for one token, these views would cost more than rows without weight
             logits, values = logits.narrow(2, 0, site.num_sources), values.narrow(1, 0, site.num_sources)
         weights = logits.softmax(dim=-1)
         hidden = torch.bmm(weights, values)
-        if self.heads > 1:
-            hidden, weights = hidden.view(*self.shape, -1), weights.view(*self.shape, self.heads, -1)
-        elif self.shape[1] > 1:
-            hidden, weights = hidden.view(*self.shape, -1), weights.view(*self.shape, -1)
-        return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
+        if self.heads > 1 or self.shape[1] > 1:
+            hidden = hidden.view(self.shape)
+        hidden = hidden if hidden.dtype == dtype else hidden.to(dtype)
+        return hidden, self.shaped(weights, site) if output_depth_weights else None
+
+    def shaped(self, weights: torch.Tensor, site: DepthSite) -> torch.Tensor:
+        heads = [self.config.depth_heads] if self.config.depth_heads > 1 else []
+        return weights.view(*self.shape[:2], *heads, -1)[..., : site.num_sources]
 
     def write(self, index: int, output: torch.Tensor) -> None:
         """Add an output, value or in `projected` value and key, to a row, and compute its logits for all sites."""
-        content, key, key_and_floor, logits = self.rows[index]
-        if self.adds_normalized_keys:
+        row = self.rows[index]
+        if self.keys is None:
+            row.value.add_(output)
+        else:
+            value, key = output.split(self.sizes, dim=-1)
+            row.value.add_(value)
             if self.heads > 1:
-                output = self.join_by_head(output.split(self.config.hidden_size, dim=-1))
-            new_key = output.narrow(-1, self.value_size, self.key_size)
-            norm = torch.linalg.vector_norm(new_key, dim=-1, keepdim=True, dtype=content.dtype)
-            torch.hypot(norm, self.floors, out=self.key_divisor)
-            content.addcdiv_(output, self.divisor)
-        elif self.heads == 1 and output.shape[-1] == content.shape[-1]:
-            content.add_(output)
+                key = key.unflatten(-1, (self.heads, -1))
+            if self.adds_normalized_keys:
+                norm = torch.linalg.vector_norm(key, dim=-1, keepdim=True, dtype=row.key.dtype)
+                row.key.addcdiv_(key, norm.hypot_(self.floor))
+            else:
+                row.key.add_(key)
+        if self.row_floor is None:
+            self.product(self.queries, row.columns, out=row.logits)
         else:
-            content.add_(self.row_content(output))
-        if self.floor is not None:
-            norm = torch.linalg.vector_norm(key_and_floor, dim=self.norm_dim, keepdim=True)
-            torch.div(self.product(self.queries, key), norm, out=logits)
-        else:
-            self.product(self.queries, key, out=logits)
-
-    def row_content(self, output: torch.Tensor) -> torch.Tensor:
-        """The parts of an output as a row holds them: [B, T, width] or [B, T, H, width]."""
-        emitted = emit(self.config, *output.split(self.config.hidden_size, dim=-1))
-        if self.heads == 1:
-            return torch.cat(emitted, dim=-1)
-        return self.join_by_head((emitted[0], emitted[-1][..., -self.config.depth_key_rank :]))
-
-    def join_by_head(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A value [B, T, D] and its key [B, T, R] -> [B, T, H, D / H + R / H]."""
-        return torch.cat([part.view(*self.shape, self.heads, -1) for part in parts], dim=-1)
+            norm = torch.linalg.vector_norm(row.columns, dim=-2, keepdim=True).hypot_(self.row_floor)
+            torch.div(self.product(self.queries, row.columns), norm, out=row.logits)
 
     # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
 
@@ -321,7 +314,7 @@ class KernelBank(DepthBank):
     ):
         """As for `DepthBank`, but the queries [M, R] are as they were learned: the kernel scales them."""
         check_values([embedding, queries])
-        self.config, self.shape = config, embedding.shape[:2]
+        self.config, self.shape = config, embedding.shape
         first = emit(config, embedding) if embedding_key is None else (embedding, embedding_key)
         self.tables = new_step_tables(by_token(first), queries, num_sources, config.depth_heads)
         self.options = StepOptions(
@@ -339,7 +332,9 @@ class KernelBank(DepthBank):
         moved.tables = tables if own_keys else tables._replace(keys=tables.values)
         return moved
 
-    def read(self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, site: DepthSite, output: torch.Tensor, dtype: torch.dtype, output_depth_weights: bool | None = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # The sum moves to and fro between the slot of its block and the one after it, and ends in its own.
         num_blocks = site.num_sources - 2
         slots = [num_blocks + (site.block_size - count) % 2 for count in (site.num_in_block - 1, site.num_in_block)]
@@ -347,10 +342,10 @@ class KernelBank(DepthBank):
         has_key = self.config.residual_type == "projected"
         emitted = output.split(self.config.hidden_size, dim=-1) if has_key else emit(self.config, output)
         step_site(self.tables, by_token(emitted), site.index - 1, num_blocks, (old, new), self.options)
-        heads = [self.config.depth_heads] if self.config.depth_heads > 1 else []
-        hidden = self.tables.hidden[site.index - 1].view(*self.shape, -1)
-        weights = self.tables.weights[site.index - 1].view(*self.shape, *heads, -1)
-        return hidden if hidden.dtype == dtype else hidden.to(dtype), weights
+        hidden = self.tables.hidden[site.index - 1].view(self.shape)
+        hidden = hidden if hidden.dtype == dtype else hidden.to(dtype)
+        weights = self.tables.weights[site.index - 1]
+        return hidden, self.shaped(weights, site) if output_depth_weights else None
 
 
 def by_token(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -95,13 +95,15 @@ class LRAttnResRMSNorm(nn.RMSNorm):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # In training also where gradients are off: reentrant checkpointing computes each layer a second time. Only a
-        # step of generation gains; elsewhere the logits stay, bit for bit, those of the norm of Transformers' models.
-        is_step = is_eager_on_cpu(hidden_states) and hidden_states.shape[1] == 1
-        if self.training or torch.is_grad_enabled() or not is_step:
+        # Only a step of generation gains; elsewhere the logits stay, bit for bit, those of the norm of Transformers'
+        # models. Not in training: reentrant checkpointing computes each layer a second time, first without gradients.
+        # The size is asked last: a compiler cannot guard it where it depends on data.
+        may_be_step = not self.training and not torch.is_grad_enabled() and is_eager_on_cpu(hidden_states)
+        if not (may_be_step and hidden_states.shape[1] == 1):
             return super().forward(hidden_states)
         normalized = inference_rms_norm(hidden_states, cast(float, self.eps))
-        normalized = normalized if self.weight is None else normalized * self.weight
+        if self.elementwise_affine:
+            normalized = normalized * self.weight
         return normalized if normalized.dtype == hidden_states.dtype else normalized.to(hidden_states.dtype)
 
 
@@ -165,8 +167,7 @@ class LRAttnResDepthRead(nn.Module):
         if self.config.residual_type == "standard":
             return hidden_states + output, None, depth_state
         if isinstance(depth_state, DepthBank):
-            hidden_states, row_weights = depth_state.read(self.site, output, hidden_states.dtype)
-            weights = row_weights[..., : self.site.num_sources] if output_depth_weights else None
+            hidden_states, weights = depth_state.read(self.site, output, hidden_states.dtype, output_depth_weights)
             return hidden_states, weights, depth_state
 
         emitted = emit(self.config, *self.split(output))
@@ -235,16 +236,16 @@ class LRAttnResRotaryEmbedding(KeptInFloat32):
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
+def rotation_factors(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of `rotate` [B, 1, T, head_dim], made once for all layers."""
+    first, second = sin.chunk(2, dim=-1)
+    return cos.unsqueeze(1), torch.cat((-first, second), dim=-1).unsqueeze(1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of all heads."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-def apply_rotary_pos_emb(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # for all heads
-    return query * cos + rotate_half(query) * sin, key * cos + rotate_half(key) * sin
+    return x * cos + torch.cat((second, first), dim=-1) * signed_sin
 
 
 def repeat_kv(states: torch.Tensor, groups: int) -> torch.Tensor:
@@ -301,7 +302,7 @@ class LRAttnResAttention(nn.Module):
         query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)
         key = self.k_norm(self.k_proj(hidden_states).view(head_shape)).transpose(1, 2)
         value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
 
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -560,7 +561,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        position_embeddings = rotation_factors(*self.rotary_emb(hidden_states, position_ids))
         for decoder_layer in cast(Iterable[LRAttnResDecoderLayer], layers):
             tensors, counts = depth_state.flatten()
             hidden_states, counts, *written = decoder_layer(
