@@ -179,6 +179,7 @@ class BankRow(NamedTuple):
     value: torch.Tensor  # [B, T, D]
     key: torch.Tensor  # [B, T, R] or [B, T, H, R / H]
     columns: torch.Tensor  # the key as a factor of the product: [R, BT] or [H, R / H, BT]
+    normed: torch.Tensor  # what the norm of the key is taken of: the key and, with one head, the floor
     logits: torch.Tensor  # [M, BT] or [H, M, BT]
 
 
@@ -191,8 +192,9 @@ class DepthBank:
     softmax and one product over all rows.
 
     A table has one row per source. The keys are the last R coordinates of the values or, in `projected`, have a table
-    of their own. A depth head is a slice of each row, to the product one more sequence. Logits of rows that are not
-    written yet are -inf.
+    of their own. A depth head is a slice of each row, to the product one more sequence. With one head, the floor of
+    the key norm is a column behind the keys: the norm of both is the divisor of `depth_logits`. Logits of rows that
+    are not written yet are -inf.
     """
 
     def __init__(
@@ -214,26 +216,40 @@ class DepthBank:
         self.floor = self.row_floor = floor
         if self.adds_normalized_keys and floor is not None:  # stored without their factor sqrt(R / H), like the floor
             self.row_floor = floor / math.sqrt(queries.shape[-1])
-        # Outputs are added to rows of zeros. Rows that are not written yet must be finite: 0 * NaN would be NaN.
-        self.values = queries.new_zeros(num_sources, *embedding.shape)
-        self.keys = None if embedding_key is None else queries.new_zeros(num_sources, *embedding_key.shape)
+        self.floor_columns = int(floor is not None and self.heads == 1)
+        self.values = self.table(queries, embedding, num_sources, self.floor_columns if embedding_key is None else 0)
+        self.keys = None
+        if embedding_key is not None:
+            self.keys = self.table(queries, embedding_key, num_sources, self.floor_columns)
         self.logits = queries.new_full((len(queries), self.num_tokens * self.heads, 1, num_sources), -math.inf)
         self.make_views()
         self.write(0, embedding if embedding_key is None else torch.cat([embedding, embedding_key], dim=-1))
 
+    def table(self, like: torch.Tensor, content: torch.Tensor, num_sources: int, floor_columns: int) -> torch.Tensor:
+        """Rows of zeros, to which outputs are added. They are finite before that, too: 0 * NaN would be NaN."""
+        table = like.new_zeros(num_sources, *self.shape[:2], content.shape[-1] + floor_columns)
+        if floor_columns and self.row_floor is not None:
+            table[..., -1] = self.row_floor
+        return table
+
     def make_views(self) -> None:
-        num_sources, key_size = len(self.values), self.config.depth_key_rank // self.heads
-        keys = self.values[..., -self.config.depth_key_rank :] if self.keys is None else self.keys
+        num_sources, (hidden_size, rank) = len(self.values), self.sizes
+        values = self.values[..., :hidden_size]
+        keys = self.values if self.keys is None else self.keys
+        keys = keys[..., keys.shape[-1] - self.floor_columns - rank :]  # and the floor
         logits = self.logits.view(-1, self.num_tokens, self.heads, num_sources).permute(3, 2, 0, 1)
         if self.heads == 1:
-            columns, logits = keys.view(num_sources, self.num_tokens, key_size).transpose(1, 2), logits.squeeze(1)
+            normed, logits = keys.flatten(1, 2).transpose(1, 2), logits.squeeze(1)
+            keys, columns = keys[..., :rank], normed[:, :rank]
         else:
-            columns = keys.view(num_sources, self.num_tokens, self.heads, key_size).permute(0, 2, 3, 1)
-            keys = keys.view(*keys.shape[:-1], self.heads, key_size)
-        self.rows = [*map(BankRow, self.values.unbind(), keys.unbind(), columns.unbind(), logits.unbind())]
+            keys = keys.unflatten(-1, (self.heads, -1))
+            normed = columns = keys.flatten(1, 2).permute(0, 2, 3, 1)
+        views = (values, keys, columns, normed, logits)
+        self.rows = [*map(BankRow, *(view.unbind() for view in views))]
         self.site_logits = self.logits.unbind()
         # [BT H, rows, D / H]
-        self.values_by_head = self.values.view(num_sources, self.logits.shape[1], -1).transpose(0, 1)
+        by_head = values.flatten(1, 2) if self.heads == 1 else values.view(num_sources, self.logits.shape[1], -1)
+        self.values_by_head = by_head.transpose(0, 1)
 
     def to(self, device: torch.device | str | int, **_: Any) -> "DepthBank":
         """Accelerate's hooks call this between layers on different devices."""
@@ -286,7 +302,9 @@ class DepthBank:
         if self.row_floor is None:
             self.product(self.queries, row.columns, out=row.logits)
         else:
-            norm = torch.linalg.vector_norm(row.columns, dim=-2, keepdim=True).hypot_(self.row_floor)
+            norm = torch.linalg.vector_norm(row.normed, dim=-2, keepdim=True)
+            if not self.floor_columns:
+                norm.hypot_(self.row_floor)
             torch.div(self.product(self.queries, row.columns), norm, out=row.logits)
 
     # A bank takes the place of a `DepthState` between layers: written in place, it is passed on as it is.
