@@ -191,8 +191,8 @@ class DepthBank:
     advance: a site adds the output to the row of its block, computes that row's logits for all sites, and takes one
     softmax and one product over all rows.
 
-    A table has one row per source. The keys are the last R coordinates of the values or, in `projected`, have a table
-    of their own. A depth head is a slice of each row, to the product one more sequence. With one head, the floor of
+    A table has one row per source. The keys are the last R coordinates of the values or, where `emit` returns a key,
+    have a table of their own. A depth head is a slice of each row, to the product one more sequence. With one head, the floor of
     the key norm is a column behind the keys: the norm of both is the divisor of `depth_logits`. Logits of rows that
     are not written yet are -inf.
     """
@@ -212,18 +212,18 @@ class DepthBank:
         self.product = torch.mm if self.heads == 1 else torch.bmm
         self.shape, self.num_tokens = embedding.shape, embedding.shape[:2].numel()
         self.sizes = [config.hidden_size, config.depth_key_rank]  # of an output with a key
+        self.width_with_key = sum(self.sizes)
         self.adds_normalized_keys = normalizes_emitted_keys(config)
         self.floor = self.row_floor = floor
         if self.adds_normalized_keys and floor is not None:  # stored without their factor sqrt(R / H), like the floor
             self.row_floor = floor / math.sqrt(queries.shape[-1])
         self.floor_columns = int(floor is not None and self.heads == 1)
-        self.values = self.table(queries, embedding, num_sources, self.floor_columns if embedding_key is None else 0)
-        self.keys = None
-        if embedding_key is not None:
-            self.keys = self.table(queries, embedding_key, num_sources, self.floor_columns)
+        value, *keys = emit(config, embedding) if embedding_key is None else (embedding, embedding_key)
+        self.values = self.table(queries, value, num_sources, 0 if keys else self.floor_columns)
+        self.keys = self.table(queries, keys[0], num_sources, self.floor_columns) if keys else None
         self.logits = queries.new_full((len(queries), self.num_tokens * self.heads, 1, num_sources), -math.inf)
         self.make_views()
-        self.write(0, embedding if embedding_key is None else torch.cat([embedding, embedding_key], dim=-1))
+        self.write(0, torch.cat([value, *keys], dim=-1))
 
     def table(self, like: torch.Tensor, content: torch.Tensor, num_sources: int, floor_columns: int) -> torch.Tensor:
         """Rows of zeros, to which outputs are added. They are finite before that, too: 0 * NaN would be NaN."""
@@ -290,7 +290,9 @@ class DepthBank:
         if self.keys is None:
             row.value.add_(output)
         else:
-            value, key = output.split(self.sizes, dim=-1)
+            has_key = output.shape[-1] == sum(self.sizes)
+            has_key = output.shape[-1] == self.width_with_key
+            value, key = output.split(self.sizes, dim=-1) if has_key else emit(self.config, output)
             row.value.add_(value)
             if self.heads > 1:
                 key = key.unflatten(-1, (self.heads, -1))
