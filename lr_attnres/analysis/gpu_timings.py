@@ -1,4 +1,7 @@
-"""Times of `lr-attnres doctor` on a GPU: a training step, prefill and decoding, beside what a data sheet predicts."""
+"""Times of `lr-attnres doctor` on a GPU: a training step, prefill and decoding, beside what a data sheet predicts.
+
+The model, the rows and the cache have the sizes that the prediction is for.
+"""
 
 import time
 from collections.abc import Callable
@@ -13,17 +16,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from ..configuration_lr_attnres import LRAttnResConfig
 from ..modeling_lr_attnres import LRAttnResForCausalLM
 from ..variants import variant_fields
-from .roofline import find_gpu, predicted_ratio
+from .roofline import CONTEXT, find_gpu, predicted_ratio
 
 
 QWEN = "Qwen3ForCausalLM"
 ROWS = ("standard", "sliced-n8-r64", "projected-n8-r32", "sliced-full-r64", QWEN)
 PAPER = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16}
+PAPER |= {"vocab_size": 100_277, "max_position_embeddings": CONTEXT}
 FORWARD_MODES = ("eager", "compiled")
 MODES = {"training": FORWARD_MODES, "prefill": FORWARD_MODES, "decoding": (*FORWARD_MODES, "graph")}
 
 
-def time_device(device: str, quick: bool, tokens: int = 4096, **sizes: int) -> list[dict[str, Any]]:
+def time_device(device: str, quick: bool, tokens: int = CONTEXT, **sizes: int) -> list[dict[str, Any]]:
     """One entry per model, backend, phase and mode, with seconds, launches and the ratio to `standard`; or with the
     failure. `quick` leaves out what is compiled."""
     entries, gpu = [], find_gpu(torch.cuda.get_device_name(device) if device.startswith("cuda") else "")
@@ -44,7 +48,7 @@ def time_device(device: str, quick: bool, tokens: int = 4096, **sizes: int) -> l
 
 def build(row: str, sizes: dict[str, int]) -> Any:
     torch.manual_seed(0)
-    fields: dict[str, Any] = PAPER | {"vocab_size": 8192, "max_position_embeddings": 8192} | sizes
+    fields: dict[str, Any] = PAPER | sizes
     if row == QWEN:
         heads = {"num_key_value_heads": fields["num_attention_heads"]}
         heads["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
@@ -85,7 +89,7 @@ def prefill_step(model: PreTrainedModel, mode: str, tokens: int) -> Callable[[],
 def decoding_step(model: PreTrainedModel, mode: str, tokens: int) -> Callable[[], None]:
     """One token on a static cache; `graph` records the eager step in a CUDA graph and plays it."""
     forward = torch.compile(model.eval()) if mode == "compiled" else model.eval()
-    cache = StaticCache(config=model.config, max_cache_len=256)
+    cache = StaticCache(config=model.config, max_cache_len=tokens)
     token, position = (torch.full((1, 1), number, device=model.device) for number in (1, 0))
 
     @torch.no_grad()

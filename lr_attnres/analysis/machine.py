@@ -26,8 +26,10 @@ EXTRAS = {
     "serve": ("fastapi", "serve"),
     "analysis": ("matplotlib", "analyze, cost --figure"),
     "explore": ("gradio", "explore"),
+    "peft": ("peft", "LoRA and other adapters"),
     "finetune": ("trl", "fine-tuning with PEFT and TRL"),
     "eval": ("lm_eval", "lm-evaluation-harness"),
+    "backends": ("torchao", "quantised weights, ONNX, ExecuTorch, DeepSpeed"),
 }
 # oneDNN reads this variable. Some virtual machines advertise instructions for half precision that they do not have.
 CRASH_ADVICE = "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before Python starts, or compute in float32"
@@ -101,6 +103,7 @@ def print_environment(found: dict[str, Any]) -> None:
     for gpu in found["gpus"]:
         print(f"gpu: {gpu['name']}, compute capability {gpu['capability']}, {gpu['gib']} GiB")
     print("attention: " + ", ".join(name for name, is_there in found["attention"].items() if is_there))
+    print("extras: " + (", ".join(name for name, is_there in found["extras"].items() if is_there) or "none"))
     for name, is_there in found["extras"].items():
         if not is_there:
             print(f'missing: {EXTRAS[name][1]}: pip install "lr-attnres[{name}]"')
@@ -113,10 +116,9 @@ def plan_checks(devices: list[str], quick: bool, has_triton: bool) -> list[Check
     reads, products = [], []
     for device in devices:
         kernels = ["triton"] if has_triton and device != "cpu" else []
+        backends = ["torch", *kernels, *([] if quick else ["compiled"])]
         for dtype in TOLERANCE:
-            for size in ("small", "paper"):
-                reads += [Check(device, backend, dtype, size) for backend in ("torch", *kernels)]
-            reads += [] if quick else [Check(device, "compiled", dtype)]
+            reads += [Check(device, backend, dtype, size) for size in ("small", "paper") for backend in backends]
             products.append(Check(device, "product", dtype))
     return reads + products
 

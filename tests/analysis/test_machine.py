@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import sys
+from importlib.metadata import metadata
 
 import pytest
 import torch
@@ -44,7 +46,12 @@ def test_a_machine_where_all_agrees(few_checks, tmp_path, capsys):
 def test_a_missing_extra_is_named_with_what_it_is_for(monkeypatch, capsys):
     monkeypatch.setitem(machine.EXTRAS, "explore", ("no_such_module", "explore"))
     machine.print_environment(machine.environment())
-    assert 'missing: explore: pip install "lr-attnres[explore]"' in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert 'missing: explore: pip install "lr-attnres[explore]"' in text
+    (present,) = re.findall("^extras: (.*)$", text, flags=re.MULTILINE)
+    assert "train" in present.split(", ") and "explore" not in present
+    listed = {extra for extra in metadata("lr-attnres").get_all("Provides-Extra") if extra != "dev"}
+    assert set(machine.EXTRAS) == listed
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -119,6 +126,11 @@ def test_timings_are_beside_the_prediction(monkeypatch, capsys):
     gpu_timings.add_ratios(entries)
     gpu_timings.print_timings("cuda:0", entries)
     assert entries[-2]["predicted_ratio"] == roofline.predicted_ratio("sliced-n8-r64", "decoding", "H100")
+    with torch.device("meta"):  # what is timed has the size that the prediction is for
+        timed, paper = gpu_timings.build("sliced-n8-r64", {}).config, roofline.paper_config("sliced-n8-r64")
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    assert [getattr(timed, name) for name in names] == [getattr(paper, name) for name in names]
+    assert timed.max_position_embeddings == roofline.CONTEXT
     assert "failed: AttributeError" in capsys.readouterr().out
 
 
