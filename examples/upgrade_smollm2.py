@@ -1,7 +1,7 @@
 """A real model learns where to read: SmolLM2-135M-Instruct from its GGUF file to an upgraded, adapted, chatting model.
 
 The upgrade keeps the logits. Then the depth queries alone, 3,840 numbers, learn from old speeches and become a routing
-adapter of about 25 kB. The chat runs without and with it, and a figure shows where the sites read.
+adapter of about 19 kB. The chat runs without and with it, and a figure shows where the sites read.
 A few minutes on a CPU:
 
     pip install ".[train,analysis,gguf]"

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "outputs/bounds"
 EXTRAS = ("train", "hub", "analysis", "finetune")  # `serve` needs a newer Transformers than the package
 TEST_PACKAGES = ("pytest", "optimum-quanto")
-TESTS = ("test_configuration_lr_attnres", "test_modeling_lr_attnres", "test_generation", "test_saving")
-TESTS += ("folders/test_upgrade", "test_trainer", "test_peft")
+TESTS = ("test_configuration_lr_attnres", "test_modeling_lr_attnres", "test_compilers")
+TESTS += ("test_generation", "test_saving", "folders/test_upgrade", "test_trainer", "test_peft")
 COMMANDS = (
     "--version",
     "cost --paper",

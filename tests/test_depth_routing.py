@@ -20,6 +20,9 @@ from lr_attnres.depth_state import DepthBank, DepthState
 from lr_attnres.modeling_lr_attnres import LRAttnResModel
 
 
+pytestmark = pytest.mark.law
+
+
 def random_sources(count: int, *shape: int, sites: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     values = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for _ in range(count)]
     logits = torch.randn(*shape[:-1], sites, count, dtype=torch.float64, requires_grad=True)

@@ -10,6 +10,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": 0}
 
 
+@pytest.mark.law
 @pytest.mark.compatibility("Dynamic cache")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_logits_equal_uncached(variant):
@@ -24,6 +25,7 @@ def test_cached_logits_equal_uncached(variant):
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected)
 
 
+@pytest.mark.law
 @pytest.mark.compatibility("Greedy")
 @pytest.mark.compatibility("No cache")
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -36,6 +38,7 @@ def test_greedy_equals_argmax_without_a_cache(variant):
     assert torch.equal(model.generate(input_ids, use_cache=False, **GREEDY), expected)
 
 
+@pytest.mark.law
 @pytest.mark.compatibility("Left-padded batch")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_left_padded_batch_generates_what_each_row_generates_alone(variant):

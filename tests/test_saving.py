@@ -32,6 +32,7 @@ CODE_FILES = {
 }
 
 
+@pytest.mark.law
 @pytest.mark.compatibility("Save and load")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip(variant, tmp_path):

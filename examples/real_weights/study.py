@@ -2,7 +2,7 @@
 
 A run trains one method with one rate and one seed on one text, and measures the loss on that text, on the other text,
 and on the original model's own chat answers. You can stop the study at any time and start it again: it skips finished
-runs. `report.py` writes the tables of docs/upgrade.md from the JSON files. Needs `pip install ".[finetune,gguf]"`:
+runs. `tables.py` writes the tables of docs/upgrade.md from the JSON files. Needs `pip install ".[finetune,gguf]"`:
 
     python examples/real_weights/study.py [--methods queries norms]
 """
