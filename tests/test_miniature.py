@@ -325,6 +325,14 @@ def test_a_page_of_all_rows(full_results):
     assert verdicts["sliced in blocks beats the baseline"] == "reproduced"
     assert verdicts["attnres, full, raises the gradient norm"] == "reproduced"
     assert report.summary(full_results) in text and "degrees of freedom" in text
+    for claim in report.claims(full_results.sweep):  # the smallest number of seeds whose interval is small enough
+        noise, needed = (
+            full_results.noise(claim.row, claim.name),
+            int(claim.seeds_needed(full_results).replace(",", "")),
+        )
+        difference = abs(claim.paper(full_results.sweep))
+        assert report.half_width(*noise, needed) <= difference
+        assert needed == 1 or difference < report.half_width(*noise, needed - 1)
     heads = {row: report.compare_heads(full_results, row, "sliced-n8-r6") for row in ("sliced-n8-r48-h8", "standard")}
     assert heads["sliced-n8-r48-h8"].endswith(" to `sliced-n8-r6`: not resolved")
     assert heads["standard"].endswith("heads are worse")  # by 0.1

@@ -4,6 +4,7 @@ All text between the two marks of a page comes from the JSON files. Rows without
 """
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -110,31 +111,47 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def main_table(results: Results) -> str:
-    heads = ["row", "seeds", "added FLOPs", "validation loss", "against `standard`", "gradient norm", "step time"]
-    heads += ["effective sources", "paper's row", "its loss", "against its baseline", "its gradient norm"]
+    """One line per row that has a result."""
+    heads = ["row", "seeds", "added FLOPs", "validation loss", "against `standard`", "the paper's row"]
+    heads += ["its difference", "step time", "effective sources"]
     baseline, rows = paper_row(BASELINE).validation_loss, []
     for row, variant in results.sweep.rows.items():
-        found, paper = results.rows.get(row, {}), paper_row(variant)
-        first = found[min(found)] if found else None
-        effective = first["depth"]["effective_sources"] if first else []
+        if row not in results.rows:
+            continue
+        found = results.rows[row]
+        first = found[min(found)]
+        effective = first["depth"]["effective_sources"]
         ratio = (results.timing or {}).get("ratios", {}).get(row)
         rows.append(
             [
                 f"`{row}`",
-                str(len(found)) if found else "not run",
-                f"{first['added_flops_percent']:.2f} %" if first else "-",
+                str(len(found)),
+                f"{first['added_flops_percent']:.2f} %",
                 mean_text(results.values(row, "validation_loss")),
                 difference_text(results, row, BASELINE),
-                mean_text(results.values(row, "gradient_norm")),
+                f"`{variant}`",
+                "-" if row == BASELINE else f"{paper_row(variant).validation_loss - baseline:+.4f}",
                 "-" if ratio is None else f"{ratio:.3f}",
                 f"{statistics.fmean(effective):.2f}" if effective else "-",
-                f"`{variant}`",
-                f"{paper.validation_loss:.4f}",
-                "-" if row == BASELINE else f"{paper.validation_loss - baseline:+.4f}",
-                "-" if paper.gradient_norm is None else f"{paper.gradient_norm:.4f}",
             ]
         )
     return table(heads, rows)
+
+
+def gradient_table(results: Results) -> str:
+    """The rows whose gradient norm the paper reports."""
+    baseline, rows = paper_row(BASELINE).gradient_norm, []
+    for row, variant in results.sweep.rows.items():
+        paper = paper_row(variant).gradient_norm
+        if paper is None or row not in results.rows:
+            continue
+        norm, difference = (
+            mean_text(results.values(row, "gradient_norm")),
+            difference_text(results, row, BASELINE, "gradient_norm"),
+        )
+        paper_difference = "-" if row == BASELINE else f"{paper - baseline:+.4f}"
+        rows.append([f"`{row}`", str(len(results.rows[row])), norm, difference, f"{paper:.4f}", paper_difference])
+    return table(["row", "seeds", "gradient norm", "against `standard`", "the paper's", "its difference"], rows)
 
 
 @dataclass(frozen=True)
@@ -161,6 +178,13 @@ class Claim:
             return "not resolved"
         return "reproduced" if same_sign else "not reproduced"
 
+    def seeds_needed(self, results: Results) -> str:
+        """Seeds of both rows with which an interval would exclude zero if the difference were the paper's."""
+        noise = results.noise(self.row, self.name)
+        if noise is None:
+            return "-"
+        return f"{math.ceil(2 * (student(noise[1]) * noise[0] / self.paper(results.sweep)) ** 2):,}"
+
 
 def claims(sweep: Sweep) -> list[Claim]:
     """The claims whose rows are in the sweep."""
@@ -185,8 +209,10 @@ def claims_table(results: Results) -> str:
         seeds = str(len(results.differences(claim.row, claim.other, claim.name)))
         compared = f"`{claim.row}`, `{claim.other}`"
         paper = f"{claim.paper(results.sweep):+.4f}"
-        rows.append([claim.words, compared, paper, difference, seeds, claim.verdict(results)])
-    return table(["what the paper finds", "compared here", "paper", "here", "seeds", "verdict"], rows)
+        verdict, needed = claim.verdict(results), claim.seeds_needed(results)
+        rows.append([claim.words, compared, paper, difference, seeds, needed, verdict])
+    heads = ["what the paper finds", "compared here", "paper", "here", "seeds", "seeds needed", "verdict"]
+    return table(heads, rows)
 
 
 def summary(results: Results) -> str:
@@ -206,13 +232,15 @@ def one_head_rows(row: str) -> list[str]:
 def heads_table(results: Results) -> str:
     rows = []
     for row in results.sweep.heads:
-        found = results.rows.get(row, {})
+        if row not in results.rows:
+            continue
+        found = results.rows[row]
         comparisons = [compare_heads(results, row, other) for other in one_head_rows(row)] or ["-", "-"]
-        flops = f"{found[min(found)]['added_flops_percent']:.2f} %" if found else "-"
+        flops = f"{found[min(found)]['added_flops_percent']:.2f} %"
         loss = mean_text(results.values(row, "validation_loss"))
-        rows.append([f"`{row}`", str(len(found)) if found else "not run", flops, loss, *comparisons])
+        rows.append([f"`{row}`", str(len(found)), flops, loss, *comparisons])
     heads = ["row", "seeds", "added FLOPs", "validation loss", "one head, equal rank", "one head, equal rank per head"]
-    return table(heads, rows)
+    return table(heads, rows) if rows else ""
 
 
 def compare_heads(results: Results, row: str, other: str) -> str:
@@ -279,21 +307,19 @@ def noise_text(results: Results) -> str:
     return (
         "Beyond what its seed does to all rows alike, a loss varies with a standard deviation of "
         f"{noise[0]:.4f} ({noise[1]} degrees of freedom). So the difference of two rows counts above {one} where both "
-        f"have one seed in common, and above {three} with three."
+        f"have one seed in common, and above {three} with three. Seeds needed: so many of both rows, at this spread, "
+        "for a difference as large as the paper's to be resolved."
     )
 
 
 def missing_text(results: Results) -> str:
     finished = {(row, seed) for row, seeds in results.rows.items() for seed in seeds}
-    missing: dict[str, list[int]] = {}
-    for run in results.sweep.runs():
-        if (run.row, run.seed) not in finished:
-            missing.setdefault(run.row, []).append(run.seed)
-    total, left = len(results.sweep.runs()), sum(map(len, missing.values()))
+    missing = [run for run in results.sweep.runs() if (run.row, run.seed) not in finished]
+    total = len(results.sweep.runs())
     if not missing:
         return f"All {total} runs of the sweep are here."
-    shown = ", ".join(f"`{row}` (seed {', '.join(map(str, seeds))})" for row, seeds in missing.items())
-    return f"{total - left} of {total} runs of the sweep are here. Not run yet: {shown}."
+    rows = ", ".join(f"`{row}`" for row in dict.fromkeys(run.row for run in missing))
+    return f"{total - len(missing)} of {total} runs of the sweep are here. Seeds are missing of {rows}."
 
 
 def timing_text(results: Results) -> str:
@@ -355,6 +381,7 @@ def render(results: Results) -> str:
         + timing_text(results)
     )
     sections += ["### Claim by claim", summary(results), claims_table(results), noise_text(results)]
+    sections += ["### Gradient norms", gradient_table(results)]
     if results.sweep.heads:
         sections += ["### Depth heads", heads_text(results), heads_table(results)]
     sections += ["### A trained baseline, continued", continued_table(results), continued_text(results)]
