@@ -89,14 +89,14 @@ def read_naively(model: LRAttnResForCausalLM) -> LRAttnResForCausalLM:
 
 class NaiveRead:
     def __init__(self, module: torch.nn.Module):
-        self.site, self.config, self.split = module.site, module.config, module.split
+        self.site, self.write = module.site, module.write
 
     def __call__(self, hidden_states, output, depth_state, output_depth_weights=False):
         from lr_attnres.depth_routing import naive_mix
-        from lr_attnres.depth_state import emit, site_columns, write_source
+        from lr_attnres.depth_state import site_columns
 
         site = self.site
-        state, partial_source = write_source(depth_state, emit(self.config, *self.split(output)), site, self.config)
+        state, partial_source, _ = self.write(output, depth_state, False)
         columns = [site_columns(logits, site.sites_in_model) for logits in state.logits]
         sources = [*zip(state.values, columns), *([partial_source] if partial_source else [])]
         values, logits = zip(*sources)

@@ -97,6 +97,31 @@ def emit(
     return value, join_heads(depth_rms_norm(split_heads(key.contiguous(), config.depth_heads), config.rms_norm_eps))
 
 
+def scaled_queries(
+    queries: torch.Tensor, key_norm_eps: float | None, logit_scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries [M, R], or [M, H, R / H] with heads -> the same, scaled, and the floor of the key norm: see
+    `depth_logits`."""
+    if key_norm_eps is None:
+        return queries * logit_scale, None
+    rank = queries.shape[-1]
+    return queries * (logit_scale * math.sqrt(rank)), queries.new_full((), math.sqrt(rank * key_norm_eps))
+
+
+def start_state(
+    config: LRAttnResConfig,
+    embedding: torch.Tensor,
+    key: torch.Tensor | None,
+    queries: torch.Tensor,
+    floor: torch.Tensor | None,
+) -> DepthState:
+    """The state with one source, the embedding."""
+    value, *keys = emit(config, embedding, key)
+    first_key = (keys or [value])[0][..., -config.depth_key_rank :]
+    logits = depth_logits(split_heads(first_key, config.depth_heads), queries, floor)
+    return DepthState(queries, floor, values=(split_heads(value, config.depth_heads),), logits=(logits,))
+
+
 def write_source(
     state: DepthState, emitted: tuple[torch.Tensor, ...], site: DepthSite, config: LRAttnResConfig
 ) -> tuple[DepthState, Source | None]:
@@ -192,9 +217,9 @@ class DepthBank:
     softmax and one product over all rows.
 
     A table has one row per source. The keys are the last R coordinates of the values or, where `emit` returns a key,
-    have a table of their own. A depth head is a slice of each row, to the product one more sequence. With one head, the floor of
-    the key norm is a column behind the keys: the norm of both is the divisor of `depth_logits`. Logits of rows that
-    are not written yet are -inf.
+    have a table of their own. A depth head is a slice of each row, to the product one more sequence. With one head,
+    the floor of the key norm is a column behind the keys: the norm of both is the divisor of `depth_logits`. Logits of
+    rows that are not written yet are -inf.
     """
 
     def __init__(
@@ -290,9 +315,9 @@ class DepthBank:
         if self.keys is None:
             row.value.add_(output)
         else:
-            has_key = output.shape[-1] == sum(self.sizes)
             has_key = output.shape[-1] == self.width_with_key
-            value, key = output.split(self.sizes, dim=-1) if has_key else emit(self.config, output)
+            parts: Sequence[torch.Tensor] = output.split(self.sizes, -1) if has_key else emit(self.config, output)
+            value, key = parts
             row.value.add_(value)
             if self.heads > 1:
                 key = key.unflatten(-1, (self.heads, -1))

@@ -3,7 +3,6 @@
 Shape letters: B batch, T tokens, D hidden size, R key rank, H heads, S sources of a site, L layers.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_lr_attnres import LRAttnResConfig
 from .depth_routing import (
     DepthSite,
-    depth_logits,
     depth_merge,
     depth_mix,
     depth_rms_norm,
@@ -50,9 +48,12 @@ from .depth_state import (
     DepthBank,
     DepthState,
     KernelBank,
+    Source,
     emit,
     read_site,
+    scaled_queries,
     site_weights,
+    start_state,
     unflatten_depth,
     write_source,
 )
@@ -139,11 +140,7 @@ class LRAttnResDepthQueries(KeptInFloat32):
         queries = split_heads(self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)), self.heads)
         if self.query_norm_eps is not None:
             queries = depth_rms_norm(queries, self.query_norm_eps)
-        if self.key_norm_eps is None:
-            return queries * self.logit_scale, None
-        rank = queries.shape[-1]
-        floor = queries.new_full((), math.sqrt(rank * self.key_norm_eps))
-        return queries * (self.logit_scale * math.sqrt(rank)), floor
+        return scaled_queries(queries, self.key_norm_eps, self.logit_scale)
 
 
 class LRAttnResDepthRead(nn.Module):
@@ -170,18 +167,20 @@ class LRAttnResDepthRead(nn.Module):
             hidden_states, weights = depth_state.read(self.site, output, hidden_states.dtype, output_depth_weights)
             return hidden_states, weights, depth_state
 
-        emitted = emit(self.config, *self.split(output))
-        state, partial_source = write_source(depth_state, emitted, self.site, self.config)
-        weights = site_weights(state, partial_source, self.site) if output_depth_weights else None
+        state, partial_source, weights = self.write(output, depth_state, output_depth_weights)
         backend = DEPTH_BACKENDS[self.backend]
         hidden_states, state = read_site(state, partial_source, self.site, hidden_states.dtype, *backend)
         return hidden_states, weights, state
 
-    def split(self, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The output of a sub-layer -> value [B, T, D] and, in `projected`, key [B, T, R]."""
-        if self.config.residual_type != "projected":
-            return (output,)
-        return output.split([self.config.hidden_size, self.config.depth_key_rank], dim=-1)
+    def write(
+        self, output: torch.Tensor, depth_state: DepthState, output_depth_weights: bool | None
+    ) -> tuple[DepthState, Source | None, torch.Tensor | None]:
+        """-> the state with the output; inside a block, its sum so far as a source; the depth weights if asked for."""
+        parts: tuple[torch.Tensor, ...] = (output,)
+        if self.config.residual_type == "projected":  # value [B, T, D] and key [B, T, R]
+            parts = output.split([self.config.hidden_size, self.config.depth_key_rank], dim=-1)
+        state, partial_source = write_source(depth_state, emit(self.config, *parts), self.site, self.config)
+        return state, partial_source, site_weights(state, partial_source, self.site) if output_depth_weights else None
 
 
 def sublayer_output_size(config: LRAttnResConfig) -> int:
@@ -481,15 +480,14 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         queries, floor = self.depth_queries()
         if has_bank:
             return DepthBank(self.config, self.num_sources, embeddings, key, queries, floor)
-        emitted = emit(self.config, embeddings, key)
-        key = split_heads(emitted[-1][..., -self.config.depth_key_rank :], self.config.depth_heads)
-        value = split_heads(embeddings, self.config.depth_heads)
-        return DepthState(queries, floor, values=(value,), logits=(depth_logits(key, queries, floor),))
+        return start_state(self.config, embeddings, key, queries, floor)
 
     def reads_from_bank(self, embeddings: torch.Tensor) -> bool:
         """True in an eager step of generation, of as many sequences as one likes to batch or pack, and in other
         forwards of as few tokens. A compiler fuses the general reads better."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or embeddings.shape[:2].numel() > BANK_TOKENS:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return False
+        if not 1 <= embeddings.shape[:2].numel() <= BANK_TOKENS:
             return False
         if torch._C._are_functorch_transforms_active():  # which cannot batch writes in place
             return False

@@ -77,9 +77,9 @@ class ExploredModel:
     def stream(self, tokens: list[int], max_new_tokens: int, temperature: float = 0.0) -> Iterator[Reading]:
         """Read the tokens, then generate and read one token at a time; greedy at temperature 0."""
         weights: list[torch.Tensor] = []
-        cache, new = None, tokens
+        cache, new, num_prompt = None, tokens, len(tokens)
         end = self.model.generation_config.eos_token_id
-        ends = [end] if isinstance(end, int) else end or []
+        ends = [[token] for token in ([end] if isinstance(end, int) else end or [])]
         max_tokens = min(len(tokens) + max_new_tokens, self.config.max_position_embeddings)
         while True:
             input_ids = torch.tensor([new], device=self.model.device)
@@ -87,7 +87,7 @@ class ExploredModel:
                 input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, output_depth_weights=True
             )
             weights = weights + self._weights(outputs.depth_weights)
-            if len(tokens) >= max_tokens or tokens[-1] in ends:
+            if len(tokens) >= max_tokens or tokens[num_prompt:][-1:] in ends:
                 yield Reading(tokens, weights)
                 return
             logits = outputs.logits[0, -1].float()

@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..configuration_lr_attnres import LRAttnResConfig
-from ..depth_routing import DepthSite, depth_logits, depth_rms_norm, naive_depth_read, split_heads
-from ..depth_state import DepthBank, DepthState, KernelBank, emit, normalizes_emitted_keys, read_site, write_source
+from ..depth_routing import DepthSite, depth_rms_norm, naive_depth_read, split_heads
+from ..depth_state import (
+    DepthBank,
+    KernelBank,
+    emit,
+    normalizes_emitted_keys,
+    read_site,
+    scaled_queries,
+    start_state,
+    write_source,
+)
 from ..modeling_lr_attnres import DEPTH_BACKENDS
 from ..variants import variant_fields
 
@@ -97,25 +106,14 @@ def torch_read(
     config: Any, outputs: torch.Tensor, queries: torch.Tensor, backend: str = "torch"
 ) -> list[torch.Tensor]:
     """What a model does: outputs [M + 1, B, T, D or D + R], the embedding first -> M hidden states [B, T, D]."""
-    scaled, floor = scaled_queries(config, queries)
-    embedding, *emitted = (emit(config, *parts(config, output)) for output in outputs)
-    value, key = (
-        split_heads(part, config.depth_heads) for part in (embedding[0], embedding[-1][..., -config.depth_key_rank :])
-    )
-    logits = depth_logits(key, scaled, floor)
-    state, hidden = DepthState(scaled, floor, values=(value,), logits=(logits,)), []
-    for site, output in zip(DepthSite.schedule(len(emitted), config.num_depth_blocks), emitted):
-        state, newest = write_source(state, output, site, config)
+    embedding, *key = parts(config, outputs[0])
+    scaled = scaled_queries(split_heads(queries, config.depth_heads), config.rms_norm_eps)
+    state, hidden = start_state(config, embedding, key[0] if key else None, *scaled), []
+    for site, output in zip(DepthSite.schedule(len(queries), config.num_depth_blocks), outputs[1:]):
+        state, newest = write_source(state, emit(config, *parts(config, output)), site, config)
         read, state = read_site(state, newest, site, outputs.dtype, *DEPTH_BACKENDS[backend])
         hidden.append(read)
     return hidden
-
-
-def scaled_queries(config: LRAttnResConfig, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The queries of each head, and the floor of the key norm, as for `depth_logits`."""
-    queries = split_heads(queries, config.depth_heads)
-    width = queries.shape[-1]
-    return queries * math.sqrt(width), queries.new_full((), math.sqrt(width * config.rms_norm_eps))
 
 
 def triton_read(config: Any, outputs: torch.Tensor, queries: torch.Tensor) -> list[torch.Tensor]:
@@ -154,7 +152,8 @@ def step_read(config: LRAttnResConfig, outputs: torch.Tensor, queries: torch.Ten
     if backend == "triton":
         bank: DepthBank = KernelBank(*start, queries)
     else:
-        bank = DepthBank(*start, *scaled_queries(config, queries))
+        by_head = split_heads(queries, config.depth_heads)
+        bank = DepthBank(*start, *scaled_queries(by_head, config.rms_norm_eps))
     return torch.stack([bank.read(site, outputs[site.index, :, :1], outputs.dtype)[0] for site in schedule])
 
 

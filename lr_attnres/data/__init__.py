@@ -19,6 +19,7 @@ __getattr__, __all__ = lazy_names(
             "cl100k_tokenizer",
             "find_tokenizer",
             "load_tokenizer",
+            "open_tokenizer",
             "train_tokenizer",
             "vocabulary_size",
         ),

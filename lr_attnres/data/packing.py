@@ -154,13 +154,16 @@ def _save_tokenizer(
     """The tokenizer in the folder. The first call loads or trains it, and saves it there."""
     folder = partial / "tokenizer"
     if not folder.exists():
-        if isinstance(source, int):
+        tokenizer: PreTrainedTokenizerBase
+        if isinstance(source, PreTrainedTokenizerBase):
+            tokenizer = source
+        elif isinstance(source, int):
             start = documents.position
             texts = (text for text in documents if split_of(text, settings.validation_fraction) == "train")
-            tokenizer: PreTrainedTokenizerBase = tokenizers.train_tokenizer(texts, source, progress_bar)
+            tokenizer = tokenizers.train_tokenizer(texts, source, progress_bar)
             documents.resume(start)
         else:
-            tokenizer = _load_tokenizer(source)
+            tokenizer = tokenizers.open_tokenizer(None if source == "cl100k_base" else source)
         if tokenizer.eos_token_id is None:
             raise LRAttnResError(f"the tokenizer {_name_of(source)} has no end-of-text token: set its `eos_token`.")
         temporary = partial / "tokenizer.tmp"
@@ -168,18 +171,6 @@ def _save_tokenizer(
         tokenizer.save_pretrained(temporary)
         os.replace(temporary, folder)
     return tokenizers.load_tokenizer(folder)
-
-
-def _load_tokenizer(source: str | os.PathLike | PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if isinstance(source, PreTrainedTokenizerBase):
-        return source
-    if source is None or source == "cl100k_base" or Path(source).is_file():
-        return tokenizers.cl100k_tokenizer(None if source == "cl100k_base" else source)
-    try:
-        return tokenizers.load_tokenizer(source)
-    except LRAttnResError as error:
-        expected = "a folder or Hub repository with a tokenizer, or a cl100k_base.tiktoken file"
-        raise LRAttnResError(f"`tokenizer` must be {expected}: {error}") from error
 
 
 def _name_of(source: TokenizerSource | None) -> str:

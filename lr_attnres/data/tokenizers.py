@@ -17,10 +17,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.utils import logging
 
 from ..errors import LRAttnResError, one_line
 from ..sources import check_has_file
 
+
+logger = logging.get_logger(__name__)
 
 CL100K_VOCAB_SIZE = 100_277
 CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
@@ -66,11 +69,34 @@ def load_tokenizer(
 
 
 def find_tokenizer(source: str | os.PathLike, token: str | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or Hub repository, or None if none can be loaded."""
+    """The tokenizer of a folder or Hub repository, or None without one; one that cannot be loaded is a warning."""
     try:
-        return load_tokenizer(source, token=token)
+        check_has_file(source, "tokenizer_config.json", None, token)
     except LRAttnResError:
         return None
+    try:
+        return load_tokenizer(source, token=token)
+    except LRAttnResError as error:
+        logger.warning(f"No tokenizer is used: {error}")
+        return None
+
+
+def open_tokenizer(
+    source: str | os.PathLike | None, model_max_length: int = 2048, max_vocab_size: int | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that a command is given: a folder or Hub repository with one, a `cl100k_base.tiktoken` file, or
+    None for cl100k_base."""
+    try:
+        is_cl100k = source is None or Path(source).is_file()
+        tokenizer = cl100k_tokenizer(source, model_max_length) if is_cl100k else load_tokenizer(source or "")
+        if max_vocab_size is not None:
+            check_vocabulary(tokenizer, max_vocab_size, source or "tiktoken")
+        return tokenizer
+    except LRAttnResError as error:
+        if source is None:
+            raise
+        expected = "a folder or Hub repository with a tokenizer, or a cl100k_base.tiktoken file"
+        raise LRAttnResError(f"`tokenizer` must be {expected}: {error}") from error
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..configuration_lr_attnres import LRAttnResConfig
-from ..data.tokenizers import CL100K_VOCAB_SIZE, check_vocabulary, cl100k_tokenizer, load_tokenizer
+from ..data.tokenizers import CL100K_VOCAB_SIZE, open_tokenizer
 from ..errors import LRAttnResError
 from ..modeling_lr_attnres import LRAttnResForCausalLM
 from .clean_process import probe_logits
@@ -92,16 +92,10 @@ def _find_tokenizer(source: str | os.PathLike | None, config: LRAttnResConfig) -
         logger.warning(f"No tokenizer was written: {size} tokens are not cl100k_base. Give one as `tokenizer`.")
         return None
     try:
-        tokenizer: PreTrainedTokenizerBase
-        if source is None or Path(source).is_file():
-            tokenizer = cl100k_tokenizer(source, model_max_length=config.max_position_embeddings)
-        else:
-            tokenizer = load_tokenizer(source)
-        check_vocabulary(tokenizer, config.vocab_size, source or "tiktoken")
-        return tokenizer
+        return open_tokenizer(source, config.max_position_embeddings, config.vocab_size)
     except LRAttnResError as error:
         if source is not None:
-            raise LRAttnResError(f"`tokenizer`: {error}") from error
+            raise
         logger.warning(f"No tokenizer was written: {error}")
         return None
 

@@ -44,7 +44,8 @@ def generate_text(
         load_routing_adapter(loaded, adapter)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+        # top_k: 0, because Transformers would keep the 50 likeliest tokens alone.
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     if seed is not None:
         set_seed(seed)
     with torch.inference_mode():
@@ -71,6 +72,8 @@ def _check_options(prompt: str, max_new_tokens: int, temperature: float, top_p: 
         raise ValueError(f"`temperature` is {temperature}; it must be 0 (greedy), or finite and at least 1e-4.")
     if not 0 < top_p <= 1:
         raise ValueError(f"`top_p` is {top_p}; it must be above 0 and at most 1.")
+    if top_p < 1 and temperature == 0:
+        raise ValueError(f"`top_p` is {top_p}, but `temperature` is 0, which is greedy: set a temperature, such as 1.")
 
 
 def _fit(prompt_tokens: int, max_new_tokens: int, context: int) -> int:

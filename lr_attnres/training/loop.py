@@ -58,6 +58,7 @@ class Run:
         if self.checkpoint is not None:
             check_same_settings(self.checkpoint, read_state(self.checkpoint)["settings"], self.settings)
         check_nothing_is_lost(args)
+        self.initial = {} if args.init_from is None else read_provenance(args.init_from)
         self.checkpoints.delete_leftovers()
 
         set_seed(args.seed)
@@ -188,7 +189,7 @@ class Run:
         args, accelerator, weights = self.args, self.accelerator, self.weights()
         folder = Path(args.output_dir) / "model"
         if accelerator.is_main_process:
-            initial = {} if args.init_from is None else read_provenance(args.init_from)
+            initial = self.initial
             if args.train == "queries":
                 assert weights is not None
                 base = initial.get("base_model") or Path(args.init_from or "").name or None
@@ -225,11 +226,15 @@ class Run:
 
 def check_nothing_is_lost(args: TrainArguments) -> None:
     """Refuse to replace metrics or a model in the run folder, unless the run that wrote them is resumed."""
-    metrics, model = Path(args.output_dir) / METRICS_FILE, Path(args.output_dir) / "model"
+    metrics, model, adapter = (Path(args.output_dir) / name for name in (METRICS_FILE, "model", "adapter"))
     if args.resume is None and metrics.exists() and metrics.stat().st_size:
         advice = "resume with --resume (without a checkpoint, it starts over), or choose another --output-dir"
         raise LRAttnResError(f"{metrics} belongs to an earlier run: {advice}.")
     if not os.path.lexists(model):
+        # An adapter is written just before the model of its run, so one that stands alone is somebody else's.
+        if args.train == "queries" and args.resume is None and os.path.lexists(adapter):
+            problem = f"{adapter} is not from this run, which would replace it"
+            raise LRAttnResError(f"{problem}: choose another --output-dir.")
         return
     try:
         recipe = None if args.resume is None else read_provenance(model).get("recipe")

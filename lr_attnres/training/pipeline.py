@@ -7,6 +7,7 @@ their logits for those sites, the open block and the queries. The next stage rea
 group again, which costs less than to send the mixes.
 """
 
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..configuration_lr_attnres import LRAttnResConfig
 from ..depth_routing import DepthSite, depth_block_ends, without_base
-from ..depth_state import DepthState, block_source, emit, read_site, site_columns, site_weights, write_source
+from ..depth_state import DepthState, block_source, read_site, site_columns
 from ..errors import LRAttnResError
 from ..modeling_lr_attnres import DEPTH_BACKENDS, LRAttnResDepthRead, LRAttnResForCausalLM
 from .losses import ChunkedLoss
@@ -52,9 +53,7 @@ class DepthWrite(LRAttnResDepthRead):
     """The last site of a stage: writes the output of the sub-layer, and leaves the read to the next stage."""
 
     def forward(self, hidden_states, output, depth_state, output_depth_weights=False):  # type: ignore[no-untyped-def]
-        emitted = emit(self.config, *self.split(output))
-        state, partial_source = write_source(depth_state, emitted, self.site, self.config)
-        weights = site_weights(state, partial_source, self.site) if output_depth_weights else None
+        state, _, weights = self.write(output, depth_state, output_depth_weights)
         return hidden_states, weights, state
 
 
@@ -64,6 +63,7 @@ class StageModule(nn.Module):
     def __init__(self, model: LRAttnResForCausalLM, stage_index: int, num_stages: int):
         super().__init__()
         self.config = model.config
+        self.autocast_dtype: torch.dtype | None = None  # for mixed precision
         self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
         numbers = stage_layers(len(model.model.layers), stage_index, num_stages)
         layers = {str(number): model.model.layers[number] for number in numbers}
@@ -86,7 +86,12 @@ class StageModule(nn.Module):
                 self.lm_head = copy(model.lm_head)
                 self.lm_head._parameters = {"weight": weight, "bias": None}
 
-    def forward(
+    def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        dtype = self.autocast_dtype
+        with torch.autocast(inputs[0].device.type, dtype) if dtype else nullcontext():
+            return self.run(*inputs, **kwargs)
+
+    def run(
         self,
         *inputs: torch.Tensor,
         attention_mask: torch.Tensor | None = None,

@@ -43,7 +43,7 @@ class PipelinedRun(Run):
         num_stages, number = args.pipeline_stages, accelerator.process_index % args.pipeline_stages
         module = pipeline_stage(model, number, num_stages).to(accelerator.device)
         if accelerator.mixed_precision == "bf16":
-            module.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(module.forward)  # type: ignore
+            module.autocast_dtype = torch.bfloat16
         module.train()
         shape = (accelerator.num_processes // num_stages, num_stages)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "stage"))

@@ -1,6 +1,7 @@
 """Before the first step: the accelerator, the model (new or from a folder) and the optimizer."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,10 @@ def set_up_sharding(accelerator: Accelerator, model: LRAttnResForCausalLM) -> No
     plugin.cpu_ram_efficient_loading = False  # every process builds the weights from the seed
     plugin.state_dict_config = plugin.optim_state_dict_config = None
     plugin.set_state_dict_type("SHARDED_STATE_DICT")  # for checkpoints; `export` gathers the weights
+    if plugin.mixed_precision_policy is not None:
+        # A layer takes and returns depth logits in float32 beside values in bfloat16: cast nothing at its border.
+        policy = plugin.mixed_precision_policy
+        plugin.mixed_precision_policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
     if model.config.residual_type != "standard":
         mesh = accelerator.torch_device_mesh
         if mesh is not None:

@@ -62,6 +62,16 @@ def test_stops_at_the_end_of_the_context(routed):
     assert "The context is full." in Page([routed]).message(last, 250)
 
 
+def test_an_end_token_in_the_prompt_ends_nothing(routed, monkeypatch):
+    """Base models use one token for the end of a text and, before a prompt, its begin."""
+    tokens = routed.encode("x")
+    first = list(routed.stream(tokens, 1))[-1].tokens[-1]
+    monkeypatch.setattr(routed.model.generation_config, "eos_token_id", [tokens[-1]])
+    assert len(list(routed.stream(tokens, 2))[0].tokens) < len(list(routed.stream(tokens, 2))[-1].tokens)
+    monkeypatch.setattr(routed.model.generation_config, "eos_token_id", first)
+    assert list(routed.stream(tokens, 5))[-1].tokens == [*tokens, first]
+
+
 def test_sampling_varies(routed):
     tokens = routed.encode(PROMPT)
     texts = {tuple(list(routed.stream(tokens, 8, temperature=1.5))[-1].tokens) for _ in range(4)}

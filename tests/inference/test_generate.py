@@ -64,6 +64,17 @@ def test_sampling_is_repeatable(model, tmp_path):
     assert sample(1) == sample(1) != sample(2)
 
 
+def test_samples_from_all_tokens(model, tmp_path, monkeypatch):
+    """Transformers' default would keep the 50 likeliest."""
+    seen = {}
+    generate = type(model).generate
+    monkeypatch.setattr(
+        type(model), "generate", lambda self, *args, **kw: seen.update(kw) or generate(self, *args, **kw)
+    )
+    generate_text(str(tmp_path), PROMPT, max_new_tokens=1, temperature=1.0, device="cpu")
+    assert seen["do_sample"] and seen["top_k"] == 0
+
+
 def test_command(model, tmp_path, capsys):
     arguments = ["generate", str(tmp_path), "--prompt", PROMPT, "--max-new-tokens", "4", "--device", "cpu"]
     assert cli.main(arguments) == 0
@@ -83,6 +94,8 @@ def test_command(model, tmp_path, capsys):
     assert "Error: `temperature` is nan" in capsys.readouterr().err
     assert cli.main([*arguments, "--temperature", "1", "--top-p", "2"]) == 1
     assert "Error: `top_p` is 2.0; it must be above 0 and at most 1." in capsys.readouterr().err
+    assert cli.main([*arguments, "--top-p", "0.9"]) == 1
+    assert "Error: `top_p` is 0.9, but `temperature` is 0, which is greedy" in capsys.readouterr().err
     assert cli.main([*arguments, "--max-new-tokens", "-1"]) == 1
     assert capsys.readouterr().err == "Error: `max_new_tokens` is -1; it must be at least 1.\n"
     assert cli.main([*arguments, "--seed", "-1"]) == 1

@@ -35,19 +35,27 @@ def train_sharded(arguments: dict, stop: tuple[str, int] | None = None) -> None:
 
 
 def train_in_bfloat16(arguments: dict) -> None:
-    """The layers compute in bfloat16, the queries in float32; all master weights are float32."""
+    """The layers compute in bfloat16, queries and depth logits in float32; all master weights are float32."""
+    from lr_attnres.depth_state import unflatten_depth
     from lr_attnres.modeling_lr_attnres import LRAttnResDecoderLayer, LRAttnResDepthQueries
 
-    seen = {}
+    seen, state_dtypes = {}, set()
     for kind in (LRAttnResDecoderLayer, LRAttnResDepthQueries):
 
         def record(module, *args, kind=kind, forward=kind.forward, **kwargs):
             seen[kind] = {parameter.dtype for parameter in module.parameters()}
+            if kind is LRAttnResDecoderLayer and module.training:
+                state = unflatten_depth(args[1:], kwargs["depth_counts"])
+                state_dtypes.update(
+                    (name, tensor.dtype) for name in ("values", "logits") for tensor in getattr(state, name)
+                )
+                state_dtypes.add(("queries", state.queries.dtype))
             return forward(module, *args, **kwargs)
 
         kind.forward = record
     train_sharded(arguments | {"mixed_precision": "bf16"})
     assert seen == {LRAttnResDecoderLayer: {torch.bfloat16}, LRAttnResDepthQueries: {torch.float32}}
+    assert state_dtypes == {("values", torch.bfloat16), ("logits", torch.float32), ("queries", torch.float32)}
     saved = load_file(Path(arguments["output_dir"], "model/model.safetensors"))
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
 
