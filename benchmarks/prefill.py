@@ -18,5 +18,5 @@ def prefill(row: str, compiled: bool, layers: int, tokens: int, batch: int):
 
 
 if __name__ == "__main__":
-    arguments = timing_parser(__doc__, repeats=12, layers=24, tokens=512)
+    arguments = timing_parser(__doc__, repeats=40, layers=24, tokens=512)
     time_rows("prefill", prefill, arguments.parse_args())

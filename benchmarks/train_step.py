@@ -11,5 +11,5 @@ def train_step(row: str, compiled: bool, layers: int, tokens: int, batch: int):
 
 
 if __name__ == "__main__":
-    arguments = timing_parser(__doc__, repeats=12, layers=8, tokens=512)
+    arguments = timing_parser(__doc__, repeats=40, layers=8, tokens=512)
     time_rows("train_step", train_step, arguments.parse_args())

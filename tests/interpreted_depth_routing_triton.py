@@ -283,7 +283,7 @@ def run_steps(kind, schedule, embedding, embedding_key, outputs, queries, heads,
         **attention,
     )
     bank = KernelBank(config, schedule[-1].num_sources, embedding, embedding_key if has_key else None, queries)
-    reads = [bank.read(site, output, embedding.dtype) for site, output in zip(schedule, outputs, strict=True)]
+    reads = [bank.read(site, output, embedding.dtype, True) for site, output in zip(schedule, outputs, strict=True)]
     hidden = torch.stack([hidden[:, 0] for hidden, _ in reads])
     return (
         hidden,

@@ -237,10 +237,10 @@ def test_a_page_of_few_rows(micro, micro_results, tmp_path, capsys, monkeypatch)
     assert capsys.readouterr().out == f"{page}: 3 results\n"
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
-    assert "3 of 4 runs of the sweep are here. Not run yet: `continued-standard` (seed 0)." in text
+    assert "3 of 4 runs of the sweep are here. Seeds are missing of `continued-standard`." in text
     assert "| `continued-standard` | not run | - | - | - |" in text
     loss = json.loads((folder / "sliced-n8-r6-seed0.json").read_text())["validation_loss"]
-    assert "| `sliced-n8-r6` | 1 | " in text and f" {loss:.4f} | " in text and "| 2.9480 | -0.0529 |" in text
+    assert "| `sliced-n8-r6` | 1 | " in text and f" {loss:.4f} | " in text and "| `sliced-n8-r64` | -0.0529 |" in text
     assert "(one seed) |" in text and "nothing here can be told from chance" in text
     assert re.search(r"Of 1 findings of the paper: 1 (same|other) sign \(one seed\)\.", text)
     drawn = {path.stem for path in (tmp_path / "miniature").iterdir()}
