@@ -7,6 +7,7 @@ A table stands between `<!-- table: train_step -->` and `<!-- /table -->`. What 
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,18 @@ from lr_attnres.depth_routing import DepthSite
 
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples/miniature"))
+from report import BASELINE, Results, difference_text  # noqa: E402
+from sweep import load_sweep  # noqa: E402
+
+
 RESULTS = ROOT / "benchmarks/results"
+MINIATURE = ROOT / "examples/miniature/results"
 PAGES = [ROOT / "docs/performance.md", ROOT / "docs/gpu.md", ROOT / "README.md"]
 LAYERS = [4, 8, 16, 32]
 SERVED = ["sliced-n8-r64", QWEN]
-Columns = dict[str, dict[str, float]]  # title -> row -> number
+PREDICTED = [variant for variant in VARIANTS if not variant.startswith("attnres")]  # whose numbers are those of sliced
+Columns = dict[str, dict[str, Any]]  # title -> row -> number or text
 
 
 def load(name: str) -> dict[str, Any]:
@@ -47,7 +55,8 @@ def table(columns: Columns, digits: dict[str, int] | int = 3, head: str = "model
         cells = [row]
         for title, column in columns.items():
             decimals = digits if isinstance(digits, int) else digits.get(title, 3)
-            cells.append(f"{column[row]:,.{decimals}f}" if row in column else "-")
+            cell = column.get(row, "-")
+            cells.append(cell if isinstance(cell, str) else f"{cell:,.{decimals}f}")
         lines.append(cells)
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
@@ -170,14 +179,14 @@ def gpu_bytes() -> list[str]:
     """KB per token, of the residual side of each variant and of the rest of `standard`."""
     columns: Columns = {}
     for phase in PHASES:
-        columns[phase] = {variant: depth_bytes(paper_config(variant), phase) / 1e3 for variant in VARIANTS}
+        columns[phase] = {variant: depth_bytes(paper_config(variant), phase) / 1e3 for variant in PREDICTED}
         columns[phase]["the rest of the model"] = rest_bytes(paper_config("standard"), phase) / 1e3
     return table(columns, 0, "KB per token")
 
 
 def gpu_launches() -> list[str]:
     backends = {"torch": "torch", "kernel": "triton"}
-    columns = {title: {row: decoding_launches(row, name) for row in VARIANTS} for title, name in backends.items()}
+    columns = {title: {row: decoding_launches(row, name) for row in PREDICTED} for title, name in backends.items()}
     return table(columns, 0, "launches of a token")
 
 
@@ -186,23 +195,32 @@ def gpu_overhead() -> list[str]:
     columns: Columns = {}
     for phase in PHASES:
         for gpu in SHEETS:
-            ratios = {row: predicted_ratio(row, phase, gpu) for row in VARIANTS if row != "standard"}
+            ratios = {row: predicted_ratio(row, phase, gpu) for row in PREDICTED if row != "standard"}
             columns[f"{phase}, {gpu}"] = ratios
     for gpu in SHEETS:
         columns[f"decoding with torch, {gpu}"] = {
-            row: predicted_ratio(row, "decoding", gpu, "torch") for row in VARIANTS if row != "standard"
+            row: predicted_ratio(row, "decoding", gpu, "torch") for row in PREDICTED if row != "standard"
         }
     return table(columns, 3)
 
 
+def miniature_differences() -> dict[str, str]:
+    """variant of the paper -> the loss of its row in miniature against `standard`, with its interval."""
+    results = Results(load_sweep(), MINIATURE)
+    rows = {variant: row for row, variant in results.sweep.rows.items() if row in results.rows and row != BASELINE}
+    return {variant: difference_text(results, row, BASELINE) for variant, row in rows.items()}
+
+
 def overhead() -> list[str]:
-    """One row per variant: the paper's loss, exact costs, and what was measured here as ratios to `standard`."""
+    """One row per variant: the paper's loss, the loss in miniature, exact costs, and what was measured here as ratios
+    to `standard`."""
     names = {"training step": "train_step", "prefill": "prefill", "decoding": "decode"}
     measured = {title: ratios(name, "eager") for title, name in names.items()} | {"memory": memory_ratios()}
     paper = {row.variant: row for row in PAPER_TABLE if row.variant in VARIANTS}
     costs = {variant: depth_cost(row.config) for variant, row in paper.items()}
     columns: Columns = {
         "loss (paper)": {variant: row.validation_loss for variant, row in paper.items()},
+        "loss in miniature, minus `standard`": miniature_differences(),
         "added FLOPs, %": {variant: cost.added_flops_percent for variant, cost in costs.items()},
         "added parameters": {variant: cost.added_parameters for variant, cost in costs.items()},
     }

@@ -66,7 +66,7 @@ def copied_files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
         raise LRAttnResError(f"{folder} is not a folder.")
     check_code(folder)
     sent = _files_to_send(folder)
-    left_out = sorted({path.name for path in folder.iterdir()} - {path.name for path in sent})
+    left_out = _left_out(folder, sent)
     with tempfile.TemporaryDirectory(prefix="lr-attnres-") as temporary:
         for path in sent:
             if path.suffix == ".safetensors":
@@ -79,6 +79,10 @@ def copied_files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
             if temporary not in str(error):
                 raise
             raise type(error)(str(error).replace(temporary, str(folder))) from error
+
+
+def _left_out(folder: Path, sent: list[Path]) -> list[str]:
+    return sorted({path.name for path in folder.iterdir()} - {path.name for path in sent})
 
 
 def _files_to_send(folder: Path) -> list[Path]:
@@ -156,7 +160,7 @@ def _staged(folder: Path, repo_id: str, tags: Iterable[str]) -> Iterator[StagedF
     with tempfile.TemporaryDirectory(prefix="lr-attnres-") as temporary:
         copy_adapter(folder, Path(temporary), repo_id)
         sent = sorted(Path(temporary).iterdir())
-        left_out = sorted({path.name for path in folder.iterdir()} - {path.name for path in sent})
+        left_out = _left_out(folder, sent)
         operations = [CommitOperationAdd(path.name, path) for path in sent]
         yield StagedFolder(operations, left_out, None, "routing adapter")
 

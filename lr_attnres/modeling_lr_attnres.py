@@ -61,8 +61,8 @@ from .depth_state import (
 
 # Phase 1 and phase 2 of a read: both backends give the same results, see `set_depth_backend`.
 DEPTH_BACKENDS = {"torch": (depth_mix, depth_merge), "triton": (triton_depth_mix, triton_depth_merge)}
-# Most tokens that are read from a `DepthBank`: with more, the products of the general reads are faster.
-BANK_TOKENS = 64
+# Most tokens that are read from a `DepthBank` and have norms of few operators: with more, the general ones are faster.
+FEW_TOKENS = 64
 # Inside a `generate` with `output_depth_weights=True`, each step appends its depth weights; None otherwise.
 generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_weights", default=None)
 
@@ -96,11 +96,11 @@ class LRAttnResRMSNorm(nn.RMSNorm):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Only a step of generation gains; elsewhere the logits stay, bit for bit, those of the norm of Transformers'
-        # models. Not in training: reentrant checkpointing computes each layer a second time, first without gradients.
-        # The size is asked last: a compiler cannot guard it where it depends on data.
-        may_be_step = not self.training and not torch.is_grad_enabled() and is_eager_on_cpu(hidden_states)
-        if not (may_be_step and hidden_states.shape[1] == 1):
+        # Only a forward of few tokens gains, such as a step of generation; elsewhere the logits stay, bit for bit, those
+        # of the norm of Transformers' models. Not in training: reentrant checkpointing computes each layer a second
+        # time, first without gradients. The size is asked last: a compiler cannot guard it where it depends on data.
+        is_inference = not self.training and not torch.is_grad_enabled() and is_eager_on_cpu(hidden_states)
+        if not (is_inference and hidden_states.shape[:2].numel() <= FEW_TOKENS):
             return super().forward(hidden_states)
         normalized = inference_rms_norm(hidden_states, cast(float, self.eps))
         if self.elementwise_affine:
@@ -433,7 +433,9 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         package falls back to the method of Transformers."""
         try:
             from lr_attnres.hub_upload import push_model
-        except ImportError:
+        except ModuleNotFoundError as error:
+            if error.name not in ("lr_attnres", "lr_attnres.hub_upload"):  # a damaged installation
+                raise
             return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
         return push_model(self, repo_id, **kwargs)
 
@@ -487,7 +489,7 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         forwards of as few tokens. A compiler fuses the general reads better."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return False
-        if not 1 <= embeddings.shape[:2].numel() <= BANK_TOKENS:
+        if not 1 <= embeddings.shape[:2].numel() <= FEW_TOKENS:
             return False
         if torch._C._are_functorch_transforms_active():  # which cannot batch writes in place
             return False

@@ -42,6 +42,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def public_name(name_or_path: str) -> str:
+    """For a card, which is public: the name on the Hub, or the last part of a folder's path."""
+    is_hub_name = REPO_ID.fullmatch(name_or_path) and not Path(name_or_path).exists()
+    return name_or_path if is_hub_name else Path(name_or_path).name
+
+
 def local_path(source: str | os.PathLike, revision: str | None = None) -> Path | None:
     """The path if `source` exists on this machine; None if it looks like a Hub repository (owner/name)."""
     path, name = Path(source), os.fspath(source)

@@ -75,6 +75,20 @@ def test_links_lead_somewhere(page):
     assert [target for target in sorted(targets) if target and not (page.parent / target).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_a_heading(page):
+    targets = [target for _, target in LINK.findall(page.read_text()) if "#" in target and "://" not in target]
+    for path, _, anchor in (target.partition("#") for target in targets):
+        assert anchor in anchors((page.parent / path) if path else page), f"{page.name}: {path}#{anchor}"
+
+
 def test_the_citation_is_that_of_the_file():
     facts = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     entry = (ROOT / "README.md").read_text().split("```bibtex\n")[1].split("```")[0].replace("{", "").replace("}", "")

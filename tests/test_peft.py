@@ -74,4 +74,6 @@ def test_prompt_tuning(variant):
     first, last = train_a_little(model, input_ids)
     assert last < first
     tokens = model.eval().generate(input_ids=input_ids, max_new_tokens=3, do_sample=False, eos_token_id=-1)
-    assert tokens.shape == (2, 12)
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits  # those of the prompt's own tokens come first
+    assert torch.equal(tokens[:, 9:], logits[:, -4:-1].argmax(-1))

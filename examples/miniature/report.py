@@ -393,17 +393,9 @@ def render(results: Results) -> str:
 
 
 def render_briefly(results: Results) -> str:
-    """The text for the README: the rows trained from random weights, and the verdicts."""
-    heads = ["row", "seeds", "validation loss", "against `standard`", "the paper's row", "its difference"]
-    baseline, rows = paper_row(BASELINE).validation_loss, []
-    for row, variant in results.sweep.rows.items():
-        if row in results.rows:
-            loss, paper = mean_text(results.values(row, "validation_loss")), paper_row(variant).validation_loss
-            paper_difference = "-" if row == BASELINE else f"{paper - baseline:+.4f}"
-            seeds, difference = str(len(results.rows[row])), difference_text(results, row, BASELINE)
-            rows.append([f"`{row}`", seeds, loss, difference, f"`{variant}`", paper_difference])
+    """The sentence for the README. Its table is made by benchmarks/tables.py."""
     finished, total = sum(map(len, results.rows.values())), len(results.sweep.runs())
-    return f"{table(heads, rows)}\n\n{finished} of {total} runs are done. {summary(results)}"
+    return f"{finished} of {total} runs of the miniature are done. {summary(results)}"
 
 
 def fill(page: Path, begin: str, end: str, content: str) -> None:

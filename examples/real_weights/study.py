@@ -31,6 +31,7 @@ from run import write_json  # noqa: E402
 from lr_attnres import (  # noqa: E402
     LRAttnResForCausalLM,
     PackedTokens,
+    effective_sources,
     load_upgraded,
     prepare_data,
     upgrade_model,
@@ -49,15 +50,37 @@ QUESTIONS = (
 IGNORED = -100
 
 
-def all_runs(study: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of all stages, in order, each once."""
-    runs = []
-    for stage in study["stages"]:
-        for seed in stage["seeds"]:
-            for text in stage["texts"]:
-                for method in stage["methods"]:
-                    runs += [{"method": method, "text": text, "rate": rate, "seed": seed} for rate in stage["rates"]]
-    return [run for number, run in enumerate(runs) if run not in runs[:number]]
+def methods_of(study: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return study["compared"] | study["explored"]
+
+
+def tuning_runs(study: dict[str, Any], method: str) -> list[dict[str, Any]]:
+    """One run for each rate of a method."""
+    shared = {"method": method, "text": study["tuned_on"], "seed": study["seeds"][0]}
+    return [shared | {"rate": rate} for rate in methods_of(study)[method]["rates"]]
+
+
+def best_rate(study: dict[str, Any], method: str, results: Path) -> float | None:
+    """The rate with the lowest loss, or None while a run of the tuning is missing."""
+    runs = tuning_runs(study, method)
+    files = [results / f"{name_of(run)}.json" for run in runs]
+    if not all(file.exists() for file in files):
+        return None
+    losses = [json.loads(file.read_text())["after"][study["tuned_on"]] for file in files]
+    return min(zip(losses, runs), key=lambda pair: pair[0])[1]["rate"]
+
+
+def runs_of(study: dict[str, Any], methods: list[str], results: Path) -> Iterator[dict[str, Any]]:
+    """The tuning of the compared methods, their best rates with all seeds on all texts, and the explored methods."""
+    compared, explored = ([name for name in study[kind] if name in methods] for kind in ("compared", "explored"))
+    for runs in zip(*(tuning_runs(study, method) for method in compared)):
+        yield from runs
+    for seed in study["seeds"]:
+        for text in study["texts"]:
+            for method in compared:
+                yield {"method": method, "text": text, "seed": seed, "rate": best_rate(study, method, results)}
+    for runs in zip(*(tuning_runs(study, method) for method in explored)):
+        yield from runs
 
 
 def name_of(run: dict[str, Any]) -> str:
@@ -66,8 +89,10 @@ def name_of(run: dict[str, Any]) -> str:
 
 def settings_of(study: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Everything that a result depends on."""
-    shared = {name: value for name, value in study.items() if name not in ("methods", "stages")}
-    return run | shared | {"recipe": study["methods"][run["method"]]}
+    chosen = ("compared", "explored", "tuned_on", "texts", "seeds")
+    shared = {name: value for name, value in study.items() if name not in chosen}
+    recipe = {name: value for name, value in methods_of(study)[run["method"]].items() if name != "rates"}
+    return shared | recipe | run
 
 
 def prepare(study: dict[str, Any], work: Path) -> tuple[Path, dict[str, Path]]:
@@ -123,13 +148,16 @@ def loss_on(model: torch.nn.Module, batches: Iterator[dict[str, torch.Tensor]] |
     return total / count
 
 
-def build(gguf: Path, run: dict[str, Any], recipe: dict[str, Any], data: Path) -> torch.nn.Module:
+def build(gguf: Path, recipe: dict[str, Any], data: Path) -> torch.nn.Module:
     """The upgraded (or original) model with everything frozen but what the method trains."""
-    torch.manual_seed(run["seed"])
-    model = load_upgraded(gguf, seed=run["seed"], **variant_fields(recipe["variant"]))
+    torch.manual_seed(recipe["seed"])
+    fields = variant_fields(recipe["variant"])
+    if "logit_scale" in recipe:
+        fields["depth_logit_scale"] = recipe["logit_scale"]
+    model = load_upgraded(gguf, seed=recipe["seed"], **fields)
     if "key_coordinates" in recipe:
         choose_key_coordinates(model, recipe["key_coordinates"], data)
-    kind = recipe.get("train", run["method"])
+    kind = recipe.get("train", recipe["method"])
     lora = {"target_modules": "all-linear", "r": recipe.get("lora_rank"), "lora_alpha": 2 * recipe.get("lora_rank", 0)}
     feedforward = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     adapters = {
@@ -167,35 +195,62 @@ def choose_key_coordinates(model: PreTrainedModel, choice: str, data: Path) -> N
             weight.copy_(weight[order])
 
 
-def train(model: torch.nn.Module, data: Path, study: dict[str, Any], run: dict[str, Any]) -> list[float]:
-    """AdamW without weight decay -> the loss of each step. The order of the rows depends on the seed alone."""
-    query_rate = study["methods"][run["method"]].get("query_rate", run["rate"])
-    groups: list[dict[str, Any]] = [{"params": [], "peak": query_rate}, {"params": [], "peak": run["rate"]}]
+def train(model: torch.nn.Module, data: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
+    """AdamW without weight decay -> the loss of each step, and the norms of the gradients before clipping. The order
+    of the rows depends on the seed alone."""
+    query_rate = settings.get("query_rate", settings["rate"])
+    groups: list[dict[str, Any]] = [{"params": [], "peak": query_rate}, {"params": [], "peak": settings["rate"]}]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups[0 if "depth_queries" in name else 1]["params"].append(parameter)
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     packed = PackedTokens(data, "train")
-    order = torch.randperm(len(packed), generator=torch.Generator().manual_seed(run["seed"]))
-    losses, steps, warmup = [], study["steps"], study["warmup_steps"]
+    order = torch.randperm(len(packed), generator=torch.Generator().manual_seed(settings["seed"]))
+    losses, norms, query_norms = [], [], []
+    steps, warmup, num_rows = settings["steps"], settings["warmup_steps"], settings["rows_per_step"]
     for step in range(steps):
-        numbers = order[step * study["rows_per_step"] :][: study["rows_per_step"]].tolist()
+        numbers = order[step * num_rows :][:num_rows].tolist()
         batch = torch.utils.data.default_collate([packed[number] for number in numbers])
         factor = min((step + 1) / warmup, (steps - step) / (steps - warmup))
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+        gradients = [parameter.grad for parameter in groups[0]["params"]]
+        query_norms.append(float(f"{torch.nn.utils.get_total_norm(gradients).item():.4g}"))
+        norm = torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+        norms.append(float(f"{norm.item():.4g}"))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(round(loss.item(), 5))
-    return losses
+    return {"training_losses": losses, "gradient_norms": norms, "query_gradient_norms": query_norms}
+
+
+@torch.no_grad()
+def depth_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What explains a gain: the size of what each sub-layer emits, and how many sources each site reads."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    sizes: dict[str, float] = {}
+    hooks = [
+        part.register_forward_hook(
+            lambda _, args, output, name=name: sizes.update({name: output.square().mean().sqrt().item()})
+        )
+        for name, part in base.named_modules()
+        if name.endswith(("embed_tokens", "o_proj", "down_proj"))
+    ]
+    weights = base(input_ids=batch["input_ids"], use_cache=False, output_depth_weights=True).depth_weights
+    for hook in hooks:
+        hook.remove()
+    return {
+        "output_sizes": [round(size, 4) for size in sizes.values()],  # in the order of the forward
+        "effective_sources": [round(effective_sources(site).mean().item(), 4) for site in weights],
+    }
 
 
 def do_run(study: dict[str, Any], run: dict[str, Any], work: Path) -> dict[str, Any]:
     gguf, data = prepare(study, work)
-    model = build(gguf, run, study["methods"][run["method"]], data[run["text"]])
+    settings = settings_of(study, run)
+    model = build(gguf, settings, data[run["text"]])
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     tests = {text: list(rows(data[text], "validation", [*range(study["validation_rows"])])) for text in TEXTS}
     tests["chat"] = chat_answers(study, work)
@@ -209,40 +264,36 @@ def do_run(study: dict[str, Any], run: dict[str, Any], work: Path) -> dict[str, 
         write_json(start_file, measure())
     before = json.loads(start_file.read_text())
     started = time.perf_counter()
-    losses = train(model.train(), data[run["text"]], study, run)
+    curves = train(model.train(), data[run["text"]], settings)
     seconds = time.perf_counter() - started
     after = measure()
     if not all(map(math.isfinite, after.values())):
         print(f"{name_of(run)}: the loss is not finite", file=sys.stderr)
-    result = {"settings": settings_of(study, run), "trained_parameters": trained, "tokens": trained_tokens(study)}
-    return result | {
-        "before": before,
-        "after": after,
-        "training_losses": losses,
-        "training_seconds": round(seconds, 1),
-    }
-
-
-def trained_tokens(study: dict[str, Any]) -> int:
-    return study["steps"] * study["rows_per_step"] * study["sequence_length"]
+    result = {"settings": settings, "trained_parameters": trained, "before": before, "after": after}
+    result["tokens"] = settings["steps"] * settings["rows_per_step"] * settings["sequence_length"]
+    if settings["variant"] != "standard":
+        result["depth"] = depth_of(model, tests[run["text"]][0])
+    return result | curves | {"training_seconds": round(seconds, 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", help="methods of the study (default: all)")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all")
     parser.add_argument("--study", type=Path, default=HERE / "study.yaml", help="default: %(default)s")
     parser.add_argument("--work", type=Path, default=Path("outputs/real_weights"), help="default: %(default)s")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="default: %(default)s")
     options = parser.parse_args()
     study = yaml.safe_load(options.study.read_text())
-    runs = [run for run in all_runs(study) if options.methods is None or run["method"] in options.methods]
-    for number, run in enumerate(runs, start=1):
+    methods = options.methods or list(methods_of(study))
+    if unknown := [method for method in methods if method not in methods_of(study)]:
+        sys.exit(f"Error: {options.study} has no method {unknown[0]!r}; it has: {', '.join(methods_of(study))}.")
+    for run in runs_of(study, methods, options.results):
         file = options.results / f"{name_of(run)}.json"
         if file.exists():
             if json.loads(file.read_text())["settings"] != settings_of(study, run):
                 sys.exit(f"Error: {file} was made with other settings: choose another --results folder.")
             continue
-        print(f"[{number}/{len(runs)}] {name_of(run)}", flush=True)
+        print(name_of(run), flush=True)
         result = do_run(study, run, options.work)
         write_json(file, result)
         print(f"  {result['before'][run['text']]:.4f} -> {result['after'][run['text']]:.4f}", flush=True)

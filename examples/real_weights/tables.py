@@ -34,13 +34,18 @@ def change_text(values: list[float]) -> str:
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
-    """One row per text, method and rate, by number of trained parameters."""
+    """One row per text, method and rate: the lowest losses first."""
     groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for result in results:
         settings = result["settings"]
-        groups[settings["text"], result["trained_parameters"], settings["method"], settings["rate"]].append(result)
+        groups[settings["text"], settings["method"], result["trained_parameters"], settings["rate"]].append(result)
+
+    def order(entry: tuple[tuple, list[dict[str, Any]]]) -> tuple[str, float]:
+        (text, *_), group = entry
+        return text, statistics.fmean(result["after"][text] - result["before"][text] for result in group)
+
     rows = []
-    for (text, parameters, method, rate), group in sorted(groups.items()):
+    for (text, method, parameters, rate), group in sorted(groups.items(), key=order):
         (other,) = (name for name in group[0]["after"] if name not in (text, "chat"))
         changes = [
             change_text([r["after"][name] - r["before"][name] for r in group]) for name in (text, other, "chat")
@@ -54,7 +59,18 @@ def section(results: list[dict[str, Any]]) -> str:
         return "No run is finished."
     start = ", ".join(f"{name} {loss:.4f}" for name, loss in results[0]["before"].items())
     budget = f"{results[0]['tokens']:,} tokens in {results[0]['settings']['steps']} steps"
-    return f"Loss before training: {start}. Each run: {budget}.\n\n{table(HEADS, rows_of(results))}"
+    seeds: dict[tuple, set[int]] = defaultdict(set)
+    for result in results:
+        settings = result["settings"]
+        seeds[settings["text"], settings["method"], settings["rate"]].add(settings["seed"])
+    several = {key for key, found in seeds.items() if len(found) > 1}
+    parts: list[list[dict[str, Any]]] = [[], []]
+    for result in results:
+        settings = result["settings"]
+        parts[(settings["text"], settings["method"], settings["rate"]) not in several].append(result)
+    titles = ("With the best rate of each method:", "One seed: the tuning of the rates, and choices explored:")
+    tables = [f"{title}\n\n{table(HEADS, rows_of(part))}" for title, part in zip(titles, parts) if part]
+    return "\n\n".join([f"Loss before training: {start}. Each run: {budget}.", *tables])
 
 
 def with_section(page: str, results: list[dict[str, Any]]) -> str:

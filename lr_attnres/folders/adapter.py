@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..configuration_lr_attnres import LRAttnResConfig
 from ..errors import LRAttnResError
 from ..modeling_lr_attnres import LRAttnResModel
-from ..sources import REPO_ID, hub_source, local_path
+from ..sources import REPO_ID, hub_source, local_path, public_name
 from ..variants import variant_name
 from .card import GENERATED
 from .loading import open_weights
@@ -55,8 +55,7 @@ def save_routing_adapter(
     """
     base, folder = _base_of(model), Path(folder)  # raises for a model that has no queries
     check_absent(folder)
-    path = base_model or model.name_or_path or ""
-    name = path if REPO_ID.fullmatch(path) and not Path(path).exists() else Path(path).name
+    name = public_name(base_model or model.name_or_path or "")
     with staged_folder(folder) as staging:
         write_adapter(staging, base.config, model.state_dict(), name or None, license)
     return folder

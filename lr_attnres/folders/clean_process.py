@@ -107,7 +107,7 @@ def main(folder: str, dtype: str, result_file: str) -> None:
     tokenizer_size = None
     if (Path(folder) / "tokenizer_config.json").exists():
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-        tokenizer_size = max(tokenizer.get_vocab().values()) + 1
+        tokenizer_size = max(tokenizer.get_vocab().values()) + 1  # as `vocabulary_size`, which is in the package
     result = {
         "missing_weights": sorted(loading["missing_keys"]),
         "unexpected_weights": sorted(loading["unexpected_keys"]),

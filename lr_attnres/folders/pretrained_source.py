@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..data.tokenizers import find_tokenizer, load_tokenizer
 from ..errors import LRAttnResError, one_line
-from ..sources import REPO_ID, check_not_special, hub_source, local_path
+from ..sources import check_not_special, hub_source, local_path, public_name
 from .card import read_provenance
 from .clean_process import probe_logits
 from .gguf_source import GGUFModel, is_gguf
@@ -29,10 +29,7 @@ DOWNLOADED = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "merges.t
 class ModelInMemory:
     def __init__(self, model: PreTrainedModel):
         self.model, self.config, self.architecture = model, model.config, type(model).__name__
-        # For the card, which is public: a Hub name, or the last part of a folder's path.
-        path = model.name_or_path or ""
-        is_hub_name = REPO_ID.fullmatch(path) and not Path(path).exists()
-        self.name = path if is_hub_name else Path(path).name or self.architecture
+        self.name = public_name(model.name_or_path or "") or self.architecture
         self.tensors = model.state_dict()
         self.license: str | None = None
 

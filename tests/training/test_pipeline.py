@@ -147,13 +147,16 @@ def in_two_processes():
 
 
 def test_four_processes_are_one():
+    """Also four stages in a row; interleaved, two processes hold four above."""
     assert processes.run(in_four_processes, processes=4) == [0, 0, 0, 0]
 
 
 def in_four_processes():
     dist.init_process_group("gloo")
-    for variant in ONE_OF_EACH:
-        check_schedule(variant, "1f1b", True, range(dist.get_rank(), dist.get_rank() + 1), num_stages=4)
+    for variant in VARIANTS:
+        tied = not variant.endswith("full")
+        for schedule in ("1f1b", "gpipe"):
+            check_schedule(variant, schedule, tied, range(dist.get_rank(), dist.get_rank() + 1), num_stages=4)
 
 
 def check_schedule(variant, name, tied, numbers, num_stages=None, wrap=lambda module: module, rows=None, **options):
