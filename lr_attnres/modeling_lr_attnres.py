@@ -96,9 +96,9 @@ class LRAttnResRMSNorm(nn.RMSNorm):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Only a forward of few tokens gains, such as a step of generation; elsewhere the logits stay, bit for bit, those
-        # of the norm of Transformers' models. Not in training: reentrant checkpointing computes each layer a second
-        # time, first without gradients. The size is asked last: a compiler cannot guard it where it depends on data.
+        # Only a forward of few tokens gains, such as a step of generation; elsewhere the logits stay, bit for bit,
+        # those of the norm of Transformers' models. Not in training: reentrant checkpointing computes each layer a
+        # second time, first without gradients. The size is asked last: a compiler cannot guard it if data decides it.
         is_inference = not self.training and not torch.is_grad_enabled() and is_eager_on_cpu(hidden_states)
         if not (is_inference and hidden_states.shape[:2].numel() <= FEW_TOKENS):
             return super().forward(hidden_states)
