@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser(__doc__)
     options.set_defaults(rows=ROWS)
-    defaults = {"clients": 50, "tokens": 32, "layers": 12, "width": 512, "vocabulary": 4096, "repeats": 5}
+    defaults = {"clients": 50, "tokens": 32, "layers": 12, "width": 512, "vocabulary": 4096, "repeats": 16}
     for name, default in (defaults | {"context": 256}).items():
         options.add_argument(f"--{name}", type=at_least_one, default=default)
     options.add_argument("--serve", choices=[*VARIANTS, QWEN], help=argparse.SUPPRESS)
