@@ -544,14 +544,17 @@ def test_norms_of_a_half_model_round_once(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_norms_of_inference_are_those_of_training(dtype, has_weight):
-    """In a step of generation on a CPU other operators compute them: the same numbers but for rounding, the same
+    """In inference with few tokens on a CPU other operators compute them: the same numbers but for rounding, the same
     layout. Elsewhere the numbers are the same to the last bit."""
     norm = small_model(norm_weight=has_weight, rms_norm_eps=1e-3).to(dtype).model.norm
     assert type(norm).__name__.endswith("RMSNorm") and (norm.weight is not None) == has_weight  # vLLM goes by the name
     hidden = torch.randn(3, 7, 32).mul(torch.tensor([1e-3, 1.0, 100.0])[:, None, None]).to(dtype)
+    many = hidden.repeat(1, 4, 1)  # 84 tokens
     with torch.no_grad():
-        assert torch.equal(norm(hidden), torch.nn.RMSNorm.forward(norm, hidden))
+        assert torch.equal(norm(many), torch.nn.RMSNorm.forward(norm, many))
     steps = (
+        hidden,
+        hidden[:1],
         hidden[:, None],
         hidden.transpose(0, 1)[:, None],
         hidden[:, :1],

@@ -151,10 +151,9 @@ def loss_on(model: torch.nn.Module, batches: Iterator[dict[str, torch.Tensor]] |
 def build(gguf: Path, recipe: dict[str, Any], data: Path) -> torch.nn.Module:
     """The upgraded (or original) model with everything frozen but what the method trains."""
     torch.manual_seed(recipe["seed"])
-    fields = variant_fields(recipe["variant"])
-    if "logit_scale" in recipe:
-        fields["depth_logit_scale"] = recipe["logit_scale"]
-    model = load_upgraded(gguf, seed=recipe["seed"], **fields)
+    model = load_upgraded(gguf, seed=recipe["seed"], **variant_fields(recipe["variant"]))
+    if "logit_scale" in recipe:  # queries are zero, so this changes no logit
+        model.config.depth_logit_scale = model.model.depth_queries.logit_scale = recipe["logit_scale"]
     if "key_coordinates" in recipe:
         choose_key_coordinates(model, recipe["key_coordinates"], data)
     kind = recipe.get("train", recipe["method"])
