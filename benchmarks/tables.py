@@ -72,8 +72,10 @@ def steps(name: str) -> list[str]:
 
 
 def table_of_ratios(columns: Columns) -> list[str]:
-    others = [row for column in columns.values() for row in column]  # variants beyond `ROWS`
-    return table(columns, rows=list(dict.fromkeys(["standard", COPY, *ROWS, *others])))
+    measured = {row for column in columns.values() for row in column}
+    others = sorted(measured - {*ROWS})  # variants beyond `ROWS`
+    rows = [row for row in dict.fromkeys(["standard", COPY, *ROWS, *others]) if row in measured]
+    return table(columns, rows=rows)
 
 
 def train_step() -> list[str]:

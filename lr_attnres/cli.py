@@ -290,7 +290,7 @@ def generate(parser: argparse.ArgumentParser) -> Callable:
     add("--prompt", required=True, help="text to continue")
     add("--max-new-tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0: greedy; above 0: sample (default: 0)")
-    add("--top-p", type=float, default=1.0, help="probability mass to sample from (default: %(default)s)")
+    add("--top-p", type=float, default=1.0, help="probability mass to sample from, with --temperature (default: all)")
     add("--seed", type=int, help="random seed that makes sampling repeatable")
     _add_model_arguments(add)
     _add_hub_arguments(add)

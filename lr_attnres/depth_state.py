@@ -217,9 +217,9 @@ class DepthBank:
     softmax and one product over all rows.
 
     A table has one row per source. The keys are the last R coordinates of the values or, where `emit` returns a key,
-    have a table of their own. A depth head is a slice of each row, to the product one more sequence. With one head,
-    the floor of the key norm is a column behind the keys: the norm of both is the divisor of `depth_logits`. Logits of
-    rows that are not written yet are -inf.
+    have a table of their own. A depth head is a slice of each row; the product treats it as one more sequence.
+    With one head, the floor of the key norm is a column behind the keys: the norm of both is the divisor of
+    `depth_logits`. Logits of rows that are not written yet are -inf.
     """
 
     def __init__(

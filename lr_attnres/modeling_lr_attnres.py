@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import ModelOutput, TransformersKwargs, auto_docstring, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -59,9 +59,11 @@ from .depth_state import (
 )
 
 
+logger = logging.get_logger(__name__)
+
 # Phase 1 and phase 2 of a read: both backends give the same results, see `set_depth_backend`.
 DEPTH_BACKENDS = {"torch": (depth_mix, depth_merge), "triton": (triton_depth_mix, triton_depth_merge)}
-# Most tokens that are read from a `DepthBank` and have norms of few operators: with more, the general ones are faster.
+# With at most this many tokens, reads use a `DepthBank` and norms use fewer operators; with more, both are slower.
 FEW_TOKENS = 64
 # Inside a `generate` with `output_depth_weights=True`, each step appends its depth weights; None otherwise.
 generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_weights", default=None)
@@ -96,11 +98,11 @@ class LRAttnResRMSNorm(nn.RMSNorm):
         super().__init__(size, eps=config.rms_norm_eps, elementwise_affine=config.norm_weight)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Only a forward of few tokens gains, such as a step of generation; elsewhere the logits stay, bit for bit,
+        # Only a step of generation, or another forward of few tokens, gains; elsewhere the logits stay, bit for bit,
         # those of the norm of Transformers' models. Not in training: reentrant checkpointing computes each layer a
-        # second time, first without gradients. The size is asked last: a compiler cannot guard it if data decides it.
+        # second time, first without gradients. Check the size last: under a compiler it may depend on data.
         is_inference = not self.training and not torch.is_grad_enabled() and is_eager_on_cpu(hidden_states)
-        if not (is_inference and hidden_states.shape[:2].numel() <= FEW_TOKENS):
+        if not (is_inference and (hidden_states.shape[1] == 1 or hidden_states.shape[:2].numel() <= FEW_TOKENS)):
             return super().forward(hidden_states)
         normalized = inference_rms_norm(hidden_states, cast(float, self.eps))
         if self.elementwise_affine:
@@ -433,9 +435,9 @@ class LRAttnResPreTrainedModel(PreTrainedModel):
         package falls back to the method of Transformers."""
         try:
             from lr_attnres.hub_upload import push_model
-        except ModuleNotFoundError as error:
-            if error.name not in ("lr_attnres", "lr_attnres.hub_upload"):  # a damaged installation
-                raise
+        except ImportError as error:
+            if getattr(error, "name", None) != "lr_attnres":  # damaged, or another version
+                logger.warning(f"The checks of `lr_attnres` are left out, because it cannot be imported: {error}")
             return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
         return push_model(self, repo_id, **kwargs)
 
@@ -485,11 +487,9 @@ class LRAttnResModel(LRAttnResPreTrainedModel):
         return start_state(self.config, embeddings, key, queries, floor)
 
     def reads_from_bank(self, embeddings: torch.Tensor) -> bool:
-        """True in an eager step of generation, of as many sequences as one likes to batch or pack, and in other
-        forwards of as few tokens. A compiler fuses the general reads better."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return False
-        if not 1 <= embeddings.shape[:2].numel() <= FEW_TOKENS:
+        """True in an eager forward of at most `FEW_TOKENS` tokens without gradients, such as a step of generation. A
+        compiler fuses the general reads better."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or embeddings.shape[:2].numel() > FEW_TOKENS:
             return False
         if torch._C._are_functorch_transforms_active():  # which cannot batch writes in place
             return False

@@ -76,6 +76,11 @@ def test_runs_are_resumed_and_become_the_table(study, llama, token_data, tmp_pat
     for method, rate in best.items():
         found = [json.loads((tmp_path / f"results/{name}.json").read_text()) for name in tuned if method in name]
         assert min(found, key=lambda result: result["after"]["wikitext"])["settings"]["rate"] == rate
+    diverged = tmp_path / f"results/queries-wikitext-{best['queries']:g}-seed0.json"
+    content = diverged.read_text()
+    diverged.write_text(json.dumps(json.loads(content) | {"after": {"wikitext": float("nan")}}))
+    assert study.best_rate(small, "queries", tmp_path / "results") != best["queries"]
+    diverged.write_text(content)
     last = f"norms-wikitext-{best['norms']:g}-seed1"
     (tmp_path / f"results/{last}.json").unlink()
     capsys.readouterr()
@@ -100,8 +105,11 @@ def test_the_page_is_written_from_the_committed_results(study):
     tables = __import__("tables")
     page = (ROOT / "docs/upgrade.md").read_text()
     assert tables.with_section(page, tables.load_results()) == page
+    whole = yaml.safe_load((FOLDER / "study.yaml").read_text())
+    runs = [run for method in METHODS for run in study.tuning_runs(whole, method)]
+    assert len({study.name_of(run) for run in runs}) == 3 * len(METHODS)
     for file in (FOLDER / "results").glob("*.json"):
         settings = json.loads(file.read_text())["settings"]
         run = {name: settings[name] for name in ("method", "text", "rate", "seed")}
         assert run["method"] in METHODS
-        assert settings == study.settings_of(yaml.safe_load((FOLDER / "study.yaml").read_text()), run)
+        assert settings == study.settings_of(whole, run)

@@ -14,6 +14,8 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +69,23 @@ def best_rate(study: dict[str, Any], method: str, results: Path) -> float | None
     if not all(file.exists() for file in files):
         return None
     losses = [json.loads(file.read_text())["after"][study["tuned_on"]] for file in files]
-    return min(zip(losses, runs), key=lambda pair: pair[0])[1]["rate"]
+    return min(zip(losses, runs), key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf)[1]["rate"]
 
 
 def runs_of(study: dict[str, Any], methods: list[str], results: Path) -> Iterator[dict[str, Any]]:
     """The tuning of the compared methods, their best rates with all seeds on all texts, and the explored methods."""
     compared, explored = ([name for name in study[kind] if name in methods] for kind in ("compared", "explored"))
-    for runs in zip(*(tuning_runs(study, method) for method in compared)):
-        yield from runs
+    yield from in_turn([tuning_runs(study, method) for method in compared])
     for seed in study["seeds"]:
         for text in study["texts"]:
             for method in compared:
                 yield {"method": method, "text": text, "seed": seed, "rate": best_rate(study, method, results)}
-    for runs in zip(*(tuning_runs(study, method) for method in explored)):
-        yield from runs
+    yield from in_turn([tuning_runs(study, method) for method in explored])
+
+
+def in_turn(lists: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The first of each list, then the second of each, and so on."""
+    return (run for runs in zip_longest(*lists) for run in runs if run is not None)
 
 
 def name_of(run: dict[str, Any]) -> str:
@@ -259,8 +264,9 @@ def do_run(study: dict[str, Any], run: dict[str, Any], work: Path) -> dict[str, 
 
     # All models are the original before their first step, up to rounding; a prompt starts from random tokens.
     start_file = work / "start.json"
-    if run["method"] != "prompt" and not start_file.exists():
-        write_json(start_file, measure())
+    if not start_file.exists():
+        with model.disable_adapter() if run["method"] == "prompt" else nullcontext():
+            write_json(start_file, measure())
     before = json.loads(start_file.read_text())
     started = time.perf_counter()
     curves = train(model.train(), data[run["text"]], settings)

@@ -6,7 +6,7 @@ python examples/real_weights/tables.py
 import json
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,11 @@ def section(results: list[dict[str, Any]]) -> str:
         return "No run is finished."
     start = ", ".join(f"{name} {loss:.4f}" for name, loss in results[0]["before"].items())
     budget = f"{results[0]['tokens']:,} tokens in {results[0]['settings']['steps']} steps"
-    seeds: dict[tuple, set[int]] = defaultdict(set)
-    for result in results:
-        settings = result["settings"]
-        seeds[settings["text"], settings["method"], settings["rate"]].add(settings["seed"])
-    several = {key for key, found in seeds.items() if len(found) > 1}
+    # The best rate of a method has more runs than the one of the tuning.
+    runs = Counter((result["settings"]["method"], result["settings"]["rate"]) for result in results)
     parts: list[list[dict[str, Any]]] = [[], []]
     for result in results:
-        settings = result["settings"]
-        parts[(settings["text"], settings["method"], settings["rate"]) not in several].append(result)
+        parts[runs[result["settings"]["method"], result["settings"]["rate"]] == 1].append(result)
     titles = ("With the best rate of each method:", "One seed: the tuning of the rates, and choices explored:")
     tables = [f"{title}\n\n{table(HEADS, rows_of(part))}" for title, part in zip(titles, parts) if part]
     return "\n\n".join([f"Loss before training: {start}. Each run: {budget}.", *tables])

@@ -163,7 +163,7 @@ def _save_tokenizer(
             tokenizer = tokenizers.train_tokenizer(texts, source, progress_bar)
             documents.resume(start)
         else:
-            tokenizer = tokenizers.open_tokenizer(None if source == "cl100k_base" else source)
+            tokenizer = tokenizers.open_tokenizer(source)
         if tokenizer.eos_token_id is None:
             raise LRAttnResError(f"the tokenizer {_name_of(source)} has no end-of-text token: set its `eos_token`.")
         temporary = partial / "tokenizer.tmp"

@@ -70,9 +70,8 @@ def load_tokenizer(
 
 def find_tokenizer(source: str | os.PathLike, token: str | None = None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder or Hub repository, or None without one; one that cannot be loaded is a warning."""
-    try:
-        check_has_file(source, "tokenizer_config.json", None, token)
-    except LRAttnResError:
+    path = Path(source)
+    if not os.fspath(source) or (path.is_dir() and not (path / "tokenizer_config.json").is_file()):
         return None
     try:
         return load_tokenizer(source, token=token)
@@ -85,18 +84,21 @@ def open_tokenizer(
     source: str | os.PathLike | None, model_max_length: int = 2048, max_vocab_size: int | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that a command is given: a folder or Hub repository with one, a `cl100k_base.tiktoken` file, or
-    None for cl100k_base."""
+    None or "cl100k_base" for the one that tiktoken has."""
     try:
-        is_cl100k = source is None or Path(source).is_file()
-        tokenizer = cl100k_tokenizer(source, model_max_length) if is_cl100k else load_tokenizer(source or "")
+        if source is None or source == "cl100k_base":
+            tokenizer: PreTrainedTokenizerBase = cl100k_tokenizer(None, model_max_length)
+        elif Path(source).is_file():
+            tokenizer = cl100k_tokenizer(source, model_max_length)
+        else:
+            tokenizer = load_tokenizer(source)
         if max_vocab_size is not None:
             check_vocabulary(tokenizer, max_vocab_size, source or "tiktoken")
         return tokenizer
     except LRAttnResError as error:
         if source is None:
             raise
-        expected = "a folder or Hub repository with a tokenizer, or a cl100k_base.tiktoken file"
-        raise LRAttnResError(f"`tokenizer` must be {expected}: {error}") from error
+        raise LRAttnResError(f"`tokenizer`: {error}") from error
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -209,7 +209,7 @@ def upgrade_model(
     weights = UpgradedWeights(source, seed, depth)
     tokenizer = tokenizer or source.tokenizer()
     if tokenizer is None:
-        logger.warning(f"No tokenizer was written: {source.name} has none. Give one as `tokenizer`.")
+        logger.warning(f"No tokenizer was found for {source.name}, so none was written. Give one as `tokenizer`.")
     else:
         check_vocabulary(tokenizer, weights.config.vocab_size, source.name)
     with staged_folder(output_dir) as folder:

@@ -44,7 +44,7 @@ def generate_text(
         load_routing_adapter(loaded, adapter)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
-        # top_k: 0, because Transformers would keep the 50 likeliest tokens alone.
+        # Without `top_k`, Transformers would keep only the 50 likeliest tokens.
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     if seed is not None:
         set_seed(seed)

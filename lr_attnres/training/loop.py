@@ -58,7 +58,7 @@ class Run:
         if self.checkpoint is not None:
             check_same_settings(self.checkpoint, read_state(self.checkpoint)["settings"], self.settings)
         check_nothing_is_lost(args)
-        self.initial = {} if args.init_from is None else read_provenance(args.init_from)
+        self.initial = {} if args.init_from is None else read_initial_provenance(args.init_from)
         self.checkpoints.delete_leftovers()
 
         set_seed(args.seed)
@@ -224,6 +224,13 @@ class Run:
         return f"{args.variant}, {size}, {steps}, {batches.epochs:.2f} epochs of the data, {start}"
 
 
+def read_initial_provenance(init_from: str) -> dict[str, Any]:
+    try:
+        return read_provenance(init_from)
+    except LRAttnResError as error:
+        raise LRAttnResError(f"`init_from`: {error}") from error
+
+
 def check_nothing_is_lost(args: TrainArguments) -> None:
     """Refuse to replace metrics or a model in the run folder, unless the run that wrote them is resumed."""
     metrics, model, adapter = (Path(args.output_dir) / name for name in (METRICS_FILE, "model", "adapter"))
@@ -231,10 +238,10 @@ def check_nothing_is_lost(args: TrainArguments) -> None:
         advice = "resume with --resume (without a checkpoint, it starts over), or choose another --output-dir"
         raise LRAttnResError(f"{metrics} belongs to an earlier run: {advice}.")
     if not os.path.lexists(model):
-        # An adapter is written just before the model of its run, so one that stands alone is somebody else's.
-        if args.train == "queries" and args.resume is None and os.path.lexists(adapter):
-            problem = f"{adapter} is not from this run, which would replace it"
-            raise LRAttnResError(f"{problem}: choose another --output-dir.")
+        # A run that was killed between writing its adapter and its model has metrics.
+        has_metrics = metrics.exists() and metrics.stat().st_size > 0
+        if args.train == "queries" and os.path.lexists(adapter) and not has_metrics:
+            raise LRAttnResError(f"{adapter} already exists and would be replaced: choose another --output-dir.")
         return
     try:
         recipe = None if args.resume is None else read_provenance(model).get("recipe")

@@ -5,10 +5,17 @@ import sys
 
 import pytest
 import tiktoken
+from common import byte_tokenizer
 from fetched import cl100k_ranks, wheel_contents
 from transformers import AutoTokenizer
 
-from lr_attnres.data.tokenizers import CL100K_VOCAB_SIZE, SPECIAL_TOKENS, cl100k_tokenizer, train_tokenizer
+from lr_attnres.data.tokenizers import (
+    CL100K_VOCAB_SIZE,
+    SPECIAL_TOKENS,
+    cl100k_tokenizer,
+    find_tokenizer,
+    train_tokenizer,
+)
 from lr_attnres.errors import LRAttnResError
 
 
@@ -41,6 +48,15 @@ def sample(folder, pattern: str, size: int) -> list[str]:
         if sum(map(len, texts)) >= size:
             return texts
     raise AssertionError(f"{folder} holds less than {size} characters in {pattern}")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_a_warning(tmp_path, caplog):
+    assert find_tokenizer(tmp_path) is None and find_tokenizer("") is None and caplog.messages == []
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert find_tokenizer(tmp_path) is not None and caplog.messages == []
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert find_tokenizer(tmp_path) is None
+    assert "No tokenizer is used: the tokenizer of" in caplog.text and "cannot be loaded" in caplog.text
 
 
 def test_equal_to_tiktoken_on_mixed_text(tokenizer, reference):

@@ -372,9 +372,9 @@ def test_tokenizers_that_are_absent_or_do_not_fit(tmp_path, monkeypatch):
     assert "97 tokens are not cl100k_base" in logger.warning.call_args.args[0]
     byte_tokenizer().save_pretrained(tmp_path / "bytes")
     for tokenizer, message in [
-        (tmp_path / "bytes", "`tokenizer` must be .*bytes has 257 tokens.* 97"),
-        (tmp_path / "absent", "`tokenizer` must be .*absent' is not on this machine"),
-        (source, "`tokenizer` must be .*baseline.pt is not cl100k_base.tiktoken"),
+        (tmp_path / "bytes", "`tokenizer`: .*bytes has 257 tokens.* 97"),
+        (tmp_path / "absent", "`tokenizer`: .*absent' is not on this machine"),
+        (source, "`tokenizer`: .*baseline.pt is not cl100k_base.tiktoken"),
     ]:
         with pytest.raises(LRAttnResError, match=message):
             convert_released_checkpoint(source, tmp_path / "output", tokenizer=tokenizer)

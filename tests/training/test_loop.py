@@ -327,6 +327,26 @@ def test_one_flipped_byte_is_not_resumed_from(token_data, tmp_path, caplog):
     assert "has no checksums.sha256: its files cannot be verified." in caplog.messages[1] and len(caplog.messages) == 2
 
 
+def test_a_foreign_adapter_is_not_lost(token_data, tmp_path):
+    run_here(token_data, tmp_path / "first", steps=1, warmup_steps=0)
+    options = {"steps": 1, "warmup_steps": 0, "init_from": str(tmp_path / "first/model"), "train": "queries"}
+    adapter = tmp_path / "second/adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "weights").write_text("mine")
+    for resume in (None, "last"):
+        with pytest.raises(ValueError, match="adapter already exists and would be replaced"):
+            run_here(token_data, tmp_path / "second", resume=resume, **options)
+        assert [path.name for path in (tmp_path / "second").rglob("*")] == ["adapter", "weights"]
+
+
+def test_damaged_provenance_is_found_before_the_run(token_data, tmp_path):
+    run_here(token_data, tmp_path / "first", steps=1, warmup_steps=0)
+    (tmp_path / "first/model/provenance.json").write_text("{")
+    with pytest.raises(ValueError, match="`init_from`: .*provenance.json is not JSON"):
+        run_here(token_data, tmp_path / "second", steps=1, warmup_steps=0, init_from=str(tmp_path / "first/model"))
+    assert not (tmp_path / "second").exists()
+
+
 def test_existing_files_in_the_run_folder_are_not_lost(token_data, tmp_path):
     """A run replaces neither another model nor the metrics of an earlier run; a finished run may be resumed."""
     options = {"steps": 1, "warmup_steps": 0}
