@@ -365,7 +365,7 @@ def test_the_smallest_integers_that_hold_the_vocabulary(vocabulary, dtype, tmp_p
         ({"tokenizer": None, "train_tokenizer": 256}, "`train_tokenizer` is 256"),
         (
             {"tokenizer": "nowhere/to-be-found"},
-            "`tokenizer` must be .*: nowhere/to-be-found is not on this machine, and the Hub",
+            "`tokenizer`: nowhere/to-be-found is not on this machine, and the Hub",
         ),
         ({"column": "txt"}, "line 1 has no column 'txt'"),
         ({"column": "txt", "tokenizer": None, "train_tokenizer": 300}, "line 1 has no column 'txt'"),
@@ -567,11 +567,11 @@ def test_tokenizers_that_cannot_be_used(corpus, tmp_path):
     with pytest.raises(ValueError, match="has no end-of-text token: set its `eos_token`"):
         prepare_data(corpus, tmp_path / "data", tokenizer)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"`tokenizer` must be .*: .*empty has no tokenizer_config.json"):
+    with pytest.raises(ValueError, match=r"`tokenizer`: .*empty has no tokenizer_config.json"):
         prepare_data(corpus, tmp_path / "other", tmp_path / "empty")
     byte_tokenizer().save_pretrained(tmp_path / "broken")
     (tmp_path / "broken/tokenizer.json").write_text('{"model": {"type": "none"}}')
-    with pytest.raises(ValueError, match="`tokenizer` must be .*: the tokenizer of .*broken cannot be loaded"):
+    with pytest.raises(ValueError, match="`tokenizer`: the tokenizer of .*broken cannot be loaded"):
         prepare_data(corpus, tmp_path / "third", str(tmp_path / "broken"))
 
 
