@@ -63,7 +63,7 @@ logger = logging.get_logger(__name__)
 
 # Phase 1 and phase 2 of a read: both backends give the same results, see `set_depth_backend`.
 DEPTH_BACKENDS = {"torch": (depth_mix, depth_merge), "triton": (triton_depth_mix, triton_depth_merge)}
-# With at most this many tokens, reads use a `DepthBank` and norms use fewer operators; with more, both are slower.
+# With at most this many tokens, norms use fewer operators and reads a `DepthBank`, which is slower with more.
 FEW_TOKENS = 64
 # Inside a `generate` with `output_depth_weights=True`, each step appends its depth weights; None otherwise.
 generated_depth_weights: ContextVar[list | None] = ContextVar("generated_depth_weights", default=None)
